@@ -1,0 +1,108 @@
+"""Checkpoints that survive a crash: written beside, flushed, renamed; read without running code."""
+
+import os
+import pickle
+import random
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from common.errors import InputError, flag
+
+
+def save(path: Path, state: dict[str, Any]) -> None:
+    """Write `state` (tensors, numbers, strings, and lists, tuples and dicts of them) so that `path` is never half a file.
+
+    A kill at any moment, a full disk included, leaves either the old file or the new one.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if os.name == "posix":  # the rename itself must reach the disk too
+        directory = os.open(path.parent, os.O_RDONLY)
+        os.fsync(directory)
+        os.close(directory)
+
+
+def load(path: str | Path, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """Read a checkpoint onto device, tensors and plain data only.
+
+    Raises InputError if there is none, it is truncated, or it holds anything that would have to be executed.
+    """
+    try:
+        state = torch.load(path, map_location=device, weights_only=True)
+    except FileNotFoundError:
+        raise InputError(f"checkpoint {path}: no such file") from None
+    except pickle.UnpicklingError:
+        raise InputError(f"checkpoint {path}: holds pickled code or is damaged; only plain tensors and data are loaded") from None
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(f"checkpoint {path}: truncated or not a checkpoint ({reason})") from None
+    if not isinstance(state, dict) or "script" not in state:
+        raise InputError(f"checkpoint {path}: not written by one of these scripts (no 'script' entry)")
+    return state
+
+
+def load_for(script: str, path: str | Path, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """load() of a checkpoint that `script` wrote. Raises InputError if another one did."""
+    state = load(path, device)
+    if state["script"] != script:
+        raise InputError(f"checkpoint {path} was written by {state['script']}.py, not by {script}.py")
+    return state
+
+
+def check_compatible(path: str | Path, state: dict[str, Any], args: Any, env_id: str, agent_kwargs: dict[str, Any], network_args: tuple[str, ...]) -> None:
+    """Raises InputError if env, spaces or any of the Args fields that shape the network differ from the checkpoint's."""
+    if state["env_id"] != env_id:
+        raise InputError(f"checkpoint {path} is of {state['env_id']}, not of {env_id}; train the new one from the start")
+    for name in network_args:
+        new, old = getattr(args, name), state["args"][name]
+        if new != old:
+            raise InputError(f"{flag(name)} {new}: checkpoint {path} was trained with {old}, which cannot change afterwards")
+    for name, new in agent_kwargs.items():
+        if state["agent_kwargs"][name] != new:
+            raise InputError(f"checkpoint {path} has {name} = {state['agent_kwargs'][name]}, but the environment has {new} (see --env-kwargs)")
+
+
+def newest(run_dir: Path) -> Path | None:
+    """The newest loadable checkpoint of a run, or None; unreadable ones are skipped."""
+    candidates = [p for p in run_dir.glob("*.pt") if not p.name.startswith(".") and p.name != "best.pt"]
+    for path in sorted(candidates, key=lambda p: p.stat().st_mtime, reverse=True):
+        try:
+            load(path)
+            return path
+        except InputError:
+            continue
+    return None
+
+
+def rng_state() -> dict[str, Any]:
+    """State of the random number generators of python, numpy, torch and CUDA, as plain data."""
+    name, keys, *rest = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(keys.astype(np.int64)), *rest),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Continue the random streams of rng_state(); CUDA's only where the number of GPUs is the same."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"].cpu())
+    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all([s.cpu() for s in state["cuda"]])

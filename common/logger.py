@@ -1,0 +1,166 @@
+"""Where numbers go: TensorBoard, metrics.jsonl, W&B, the progress line; and the returns of finished episodes."""
+
+import json
+import math
+import os
+import time
+from collections import deque
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.tensorboard import SummaryWriter
+
+from common import distributed
+from common.errors import InputError
+
+PROGRESS_SECONDS = 2.0
+
+
+def create_run_dir(script: str, env_id: str, seed: int, run_name: str | None, resume: Path | None, rank: int) -> Path:
+    """Make runs/run_name (a resumed run keeps its folder) and return it.
+
+    Raises InputError if it cannot be written, or already holds checkpoints that a fresh run would overwrite.
+    """
+    if run_name is None and resume is not None:
+        path = resume.parent
+    else:
+        path = Path("runs") / (run_name or f"{env_id.replace('/', '-')}__{script}__{seed}__{time.strftime('%Y%m%d-%H%M%S')}")
+    path = Path(distributed.gather_objects(str(path))[0])  # ranks may start in different seconds
+    if rank:
+        return path
+    if resume is None and any(path.glob("*.pt")):
+        raise InputError(f"{path} already holds a run: continue it with --resume auto, or choose another --run-name")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / f".{os.getpid()}.tmp"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise InputError(f"run directory {path} cannot be written ({error.strerror}); choose another --run-name or folder") from None
+    return path
+
+
+def import_wandb():
+    """Raises InputError if Weights & Biases is not installed."""
+    try:
+        import wandb
+    except ImportError:
+        raise InputError("--track needs Weights & Biases: pip install wandb") from None
+    return wandb
+
+
+class Logger:
+    """Writes metrics of rank 0 into run_dir; does nothing on other ranks.
+
+    Rows of metrics.jsonl after `global_step` (env transitions) are dropped first: a resumed run continues one step axis,
+    without the steps that a crash lost.
+    """
+
+    def __init__(self, run_dir: Path, args: dict[str, Any], total_timesteps: int, rank: int, track: bool, global_step: int = 0, seconds: float = 0.0):
+        self.active, self.total, self.first_step = rank == 0, total_timesteps, global_step
+        self.earlier_seconds, self.start, self.last_line = seconds, time.perf_counter(), 0.0
+        self.phases: dict[str, float] = {"env": 0.0, "policy": 0.0, "update": 0.0}
+        if not self.active:
+            return
+        path = run_dir / "metrics.jsonl"
+        rows = path.read_text().splitlines() if path.exists() else []
+        kept = [row for row in rows if row.endswith("}") and json.loads(row)["global_step"] <= global_step]
+        path.write_text("".join(row + "\n" for row in kept))
+        (run_dir / "args.json").write_text(json.dumps(args, indent=1) + "\n")
+        self.jsonl = open(path, "a", buffering=1)  # noqa: SIM115
+        self.tensorboard = SummaryWriter(str(run_dir), purge_step=global_step + 1 if global_step else None)
+        self.wandb = None
+        if track:
+            self.wandb = import_wandb().init(project="reference", name=run_dir.name, id=run_dir.name, resume="allow", config=args)
+
+    def seconds(self) -> float:
+        """Wall seconds of training, those before a resume included."""
+        return self.earlier_seconds + time.perf_counter() - self.start
+
+    @contextmanager
+    def phase(self, name: str):
+        """Count the wall time of a block as env, policy or update (on a GPU: of launching it)."""
+        start = time.perf_counter()
+        yield
+        self.phases[name] += time.perf_counter() - start
+
+    def log(self, global_step: int, metrics: dict[str, float], force_line: bool = False) -> None:
+        """Write one row; non-finite values (no episode has ended yet) are left out."""
+        if not self.active:
+            return
+        metrics = {k: v for k, v in metrics.items() if math.isfinite(v)}
+        self.jsonl.write(json.dumps({"global_step": global_step, "seconds": round(self.seconds(), 3)} | metrics) + "\n")
+        for name, value in metrics.items():
+            self.tensorboard.add_scalar(name, value, global_step)
+        if self.wandb:
+            self.wandb.log(metrics | {"global_step": global_step}, step=global_step)
+        if force_line or time.perf_counter() - self.last_line > PROGRESS_SECONDS:
+            self.last_line = time.perf_counter()
+            print(self._line(global_step, metrics), flush=True)
+
+    def sps(self, global_step: int) -> float:
+        """Env transitions per wall second since this process began training."""
+        return (global_step - self.first_step) / (time.perf_counter() - self.start)
+
+    def _line(self, global_step: int, metrics: dict[str, float]) -> str:
+        elapsed = time.perf_counter() - self.start
+        share = " ".join(f"{name} {seconds / elapsed:.0%}" for name, seconds in self.phases.items())
+        eta = (self.total - global_step) / max(self.sps(global_step), 1e-9)
+        shown = {"return": "charts/episodic_return", "length": "charts/episodic_length", "lr": "charts/learning_rate", "kl": "losses/approx_kl"}
+        values = " ".join(f"{k}={metrics[v]:.4g}" for k, v in shown.items() if v in metrics)
+        return f"global_step={global_step} {global_step / self.total:.1%} {values} SPS={self.sps(global_step):.0f} ({share}) eta={eta:.0f}s"
+
+    def close(self, last_line: str) -> None:
+        if self.active:
+            print(last_line, flush=True)
+            self.jsonl.close()
+            self.tensorboard.close()
+            if self.wandb:
+                self.wandb.finish()
+
+
+class EpisodeStats:
+    """Returns and lengths of finished episodes, from raw rewards; the window is the last `window` episodes over all ranks."""
+
+    def __init__(self, num_envs: int, window: int):
+        self.returns = torch.zeros(num_envs, dtype=torch.float64)
+        self.lengths = torch.zeros(num_envs, dtype=torch.int64)
+        self.window: deque[tuple[float, int]] = deque(maxlen=window)
+        self.episodes = 0
+
+    def update(self, rewards: Tensor, dones: Tensor) -> None:
+        """Count a rollout: rewards [T, N] raw, dones [T, N] bool. Reads them on the host, so call it once an iteration."""
+        rewards, dones = rewards.double().cpu(), dones.cpu()
+        finished = []
+        for reward, done, any_done in zip(rewards, dones, dones.any(1).tolist(), strict=True):
+            self.returns += reward
+            self.lengths += 1
+            if any_done:
+                finished += zip(self.returns[done].tolist(), self.lengths[done].tolist(), strict=True)
+                self.returns[done], self.lengths[done] = 0.0, 0
+        for episode in (e for part in distributed.gather_objects(finished) for e in part):
+            self.window.append(episode)
+            self.episodes += 1
+
+    def metrics(self) -> dict[str, float]:
+        """charts/episodic_return and charts/episodic_length over the window, NaN before the first episode has ended."""
+        n = len(self.window)
+        mean_return, mean_length = (sum(e[i] for e in self.window) / n if n else math.nan for i in (0, 1))
+        return {"charts/episodic_return": mean_return, "charts/episodic_length": mean_length, "charts/episodes": self.episodes}
+
+    @property
+    def full(self) -> bool:
+        return len(self.window) == self.window.maxlen
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"window": list(self.window), "episodes": self.episodes, "returns": self.returns.clone(), "lengths": self.lengths.clone()}
+
+    def load_state_dict(self, state: dict[str, Any], running: bool) -> None:
+        """Restore the window; the running episodes too only where the envs themselves continue (`running`)."""
+        self.window.extend(tuple(e) for e in state["window"])
+        self.episodes = state["episodes"]
+        if running:
+            self.returns, self.lengths = state["returns"].clone().cpu(), state["lengths"].clone().cpu()
