@@ -12,7 +12,6 @@ Shapes: T num_steps, N num_envs, B = T*N, M = B/num_minibatches rows; O obs, C c
 import json
 import math
 import random
-import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -34,8 +33,10 @@ from common.running_mean_std import RunningMeanStd
 SCRIPT = "ppo_continuous"
 METRICS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "bounds_loss", "grad_norm", "nonfinite")
 KL, GRAD_NORM, NONFINITE = METRICS.index("approx_kl"), METRICS.index("grad_norm"), METRICS.index("nonfinite")
-ACTIVATIONS = {"elu": nn.ELU, "relu": nn.ReLU, "tanh": nn.Tanh, "silu": nn.SiLU, "gelu": nn.GELU, "selu": nn.SELU, "softplus": nn.Softplus}
-NETWORK_ARGS = ("hidden_sizes", "critic_hidden_sizes", "separate", "activation", "d2rl", "layer_norm", "fixed_sigma", "norm_obs", "norm_value")
+ACTIVATIONS = {"elu": nn.ELU, "relu": nn.ReLU, "tanh": nn.Tanh, "silu": nn.SiLU, "gelu": nn.GELU, "selu": nn.SELU,
+               "softplus": nn.Softplus}  # fmt: skip
+NETWORK_ARGS = ("hidden_sizes", "critic_hidden_sizes", "separate", "activation", "d2rl", "layer_norm", "fixed_sigma",
+                "norm_obs", "norm_value", "log_sigma_bounds")  # fmt: skip
 SAVE_SECONDS = 30.0  # last.pt is at most about this old when a run crashes
 OBS_CLIP = 10.0  # standard deviations
 
@@ -170,19 +171,22 @@ class Args:
     """compute values and advantages anew before every pass over the batch"""
 
     def __post_init__(self):
-        check_range(self, 1, math.inf, "num_envs num_steps num_minibatches update_epochs num_episodes games_to_track total_timesteps")
-        check_range(self, 0, math.inf, "seed torch_threads save_interval save_best_after eval_interval learning_rate critic_learning_rate "
-                                       "min_lr vf_coef bounds_loss_coef weight_decay")  # fmt: skip
+        check_range(self, 1, math.inf, "num_envs num_steps num_minibatches update_epochs num_episodes games_to_track "
+                                       "total_timesteps")  # fmt: skip
+        check_range(self, 0, math.inf, "seed torch_threads save_interval save_best_after eval_interval learning_rate "
+                                       "critic_learning_rate min_lr vf_coef bounds_loss_coef weight_decay")  # fmt: skip
         check_range(self, 0, 1, "gamma gae_lambda")
         check_positive(self, "clip_coef max_grad_norm kl_threshold")
         check_divides("num_minibatches", self.num_minibatches, self.num_envs * self.num_steps, "num_envs*num_steps")
         for sizes in (self.hidden_sizes, self.critic_hidden_sizes):
             if sizes is not None and (not sizes or min(sizes) < 1):
                 raise InputError(f"--hidden-sizes {sizes}: at least one layer, each of at least 1 unit")
-        if not self.min_lr < self.max_lr or not self.reward_min < self.reward_max:
-            raise InputError(f"empty range: --min-lr {self.min_lr} --max-lr {self.max_lr}, --reward-min {self.reward_min} --reward-max {self.reward_max}")
+        if not self.min_lr < self.max_lr:
+            raise InputError(f"--min-lr {self.min_lr}: must be less than --max-lr {self.max_lr}")
+        if not self.reward_min < self.reward_max:
+            raise InputError(f"--reward-min {self.reward_min}: must be less than --reward-max {self.reward_max}")
         if self.log_sigma_bounds[1] - self.log_sigma_bounds[0] <= 2:
-            raise InputError(f"--log-sigma-bounds {self.log_sigma_bounds}: must lie more than 2 apart, one unit at each end is the smooth part")
+            raise InputError(f"--log-sigma-bounds {self.log_sigma_bounds}: must lie more than 2 apart (1 at each end bends)")
         if self.reward_log and self.reward_min <= 0:
             raise InputError(f"--reward-log needs a positive --reward-min, not {self.reward_min}")
         if self.play and not self.checkpoint:
@@ -210,7 +214,7 @@ class MLP(nn.Module):
 
 
 def initialize(linear: nn.Linear, name: str, gain: float = 2**0.5) -> nn.Linear:
-    """Weights by name, bias zero; gain scales orthogonal and glorot weights and, squared, the variance of variance_scaling."""
+    """Weights by name and a zero bias (default: torch's own of both); gain scales the weights' standard deviation."""
     if name == "orthogonal":
         nn.init.orthogonal_(linear.weight, gain)
     elif name == "glorot":
@@ -236,7 +240,8 @@ class Agent(nn.Module):
     action dimension has no bounds the two are the same.
     """
 
-    def __init__(self, args: Args, obs_dim: int, critic_obs_dim: int, asymmetric: bool, action_low: list[float], action_high: list[float], value_size: int):
+    def __init__(self, args: Args, obs_dim: int, critic_obs_dim: int, asymmetric: bool, value_size: int,
+                 action_low: list[float], action_high: list[float]):  # fmt: skip
         super().__init__()
         low, high = torch.tensor(action_low), torch.tensor(action_high)
         bounded = low.isfinite() & high.isfinite()
@@ -280,7 +285,7 @@ class Agent(nn.Module):
         return self.value_rms.denormalize(value) if self.norm_value else value
 
     def extra_losses(self, obs: Tensor) -> dict[str, Tensor]:
-        """Named scalar losses to add to PPO's and to log, for observations [M, O]; override or edit for auxiliary tasks."""
+        """Named scalar losses of observations [M, O] that are added to PPO's and logged: the place for auxiliary tasks."""
         return {}
 
     def to_env(self, actions: Tensor) -> Tensor:
@@ -316,7 +321,8 @@ def shape_rewards(rewards: Tensor, args: Args) -> Tensor:
     return shaped.log() if args.reward_log else shaped
 
 
-def compute_gae(rewards: Tensor, values: Tensor, next_values: Tensor, terminations: Tensor, dones: Tensor, gamma: float, gae_lambda: float) -> tuple[Tensor, Tensor]:
+def compute_gae(rewards: Tensor, values: Tensor, next_values: Tensor, terminations: Tensor, dones: Tensor,
+                gamma: float, gae_lambda: float) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Generalised advantage estimation, https://arxiv.org/abs/1506.02438 eq. 16; returns advantages and returns, [T, ..].
 
     rewards, values, next_values [T, ..]; terminations and dones broadcast to them. next_values[t] is the value of the
@@ -345,8 +351,9 @@ def clamp_ratio(ratio: Tensor, args: Args) -> Tensor:
     return ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
 
 
-def ppo_loss(agent: Agent, args: Args, obs: Tensor, critic_obs: Tensor, actions: Tensor, old_mean: Tensor, old_log_sigma: Tensor, old_logprobs: Tensor,
-             old_values: Tensor, advantages: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:  # fmt: skip
+def ppo_loss(agent: Agent, args: Args, obs: Tensor, critic_obs: Tensor, actions: Tensor, old_mean: Tensor,
+             old_log_sigma: Tensor, old_logprobs: Tensor, old_values: Tensor, advantages: Tensor,
+             targets: Tensor) -> tuple[Tensor, Tensor]:  # fmt: skip
     """PPO objective of one minibatch; returns the scalar loss and METRICS (then the extra losses) as one detached tensor.
 
     obs [M, O], critic_obs [M, C], actions, old_mean and old_log_sigma [M, A], old_logprobs and advantages [M], old_values
@@ -365,32 +372,39 @@ def ppo_loss(agent: Agent, args: Args, obs: Tensor, critic_obs: Tensor, actions:
     excess = (mean.abs() - 1.1).clamp(min=0) if args.bounds_loss == "bound" else mean
     bounds_loss = (excess**2).sum(-1).mean()
     extra = agent.extra_losses(obs)
-    loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy + args.bounds_loss_coef * bounds_loss + sum(extra.values())
+    loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy + args.bounds_loss_coef * bounds_loss
+    loss = loss + sum(extra.values())
     with torch.no_grad():
         approx_kl = gaussian_kl(old_mean, old_log_sigma, mean, log_sigma).mean()
         clipfrac = ((ratio - 1).abs() > args.clip_coef).float().mean()
-    zero = torch.zeros_like(policy_loss)
-    return loss, torch.stack([policy_loss, value_loss, entropy, approx_kl, clipfrac, bounds_loss, zero, zero, *extra.values()]).detach()
+        later = torch.zeros_like(loss)  # grad_norm and nonfinite are known after the backward pass
+    metrics = [policy_loss, value_loss, entropy, approx_kl, clipfrac, bounds_loss, later, later, *extra.values()]
+    return loss, torch.stack(metrics).detach()
 
 
 def agent_kwargs(envs: VecEnv) -> dict:
     """What Agent needs to know of an environment, as plain data. Raises InputError if this script cannot act in it."""
     space, obs, critic_obs = envs.action_space, envs.observation_space, envs.critic_observation_space
     if not isinstance(space, spaces.Box):
-        raise InputError(f"{envs.env_id} has {type(space).__name__} actions; this script is for Box actions: use ppo_discrete.py")
+        raise InputError(f"{envs.env_id} has {type(space).__name__} actions, not Box: use ppo_discrete.py")
     if len(obs.shape) != 1 or len(critic_obs.shape) != 1:
-        raise InputError(f"{envs.env_id} has observations of shape {obs.shape}; this script reads vectors: use ppo_discrete.py for images")
-    return {"obs_dim": obs.shape[0], "critic_obs_dim": critic_obs.shape[0], "asymmetric": critic_obs is not obs, "value_size": envs.value_size,
-            "action_low": space.low.flatten().tolist(), "action_high": space.high.flatten().tolist()}  # fmt: skip
+        raise InputError(f"{envs.env_id} has observations of shape {obs.shape}, not vectors: use ppo_discrete.py")
+    return {"obs_dim": obs.shape[0], "critic_obs_dim": critic_obs.shape[0], "asymmetric": critic_obs is not obs,
+            "value_size": envs.value_size, "action_low": space.low.flatten().tolist(),
+            "action_high": space.high.flatten().tolist()}  # fmt: skip
 
 
-def load_agent(path: str | Path, device: str | torch.device = "cpu") -> tuple[Agent, Args]:
-    """The trained Agent of a checkpoint and the Args it was trained with. Raises InputError if this script did not write it."""
+def load_agent(path: str | Path, device: str | torch.device = "cpu") -> tuple[Agent, dict]:
+    """The trained Agent of a checkpoint, and all that the checkpoint holds. Raises InputError if it is not this script's."""
     state = checkpoint.load_for(SCRIPT, path, device)
-    args = Args(**state["args"])
-    agent = Agent(args, **state["agent_kwargs"]).to(device)
+    agent = Agent(Args(**state["args"]), **state["agent_kwargs"]).to(device)
     agent.load_state_dict(state["agent"])
-    return agent, args
+    return agent, state
+
+
+def learning_rates(args: Args) -> tuple[float, float]:
+    """Initial step sizes of actor and critic."""
+    return args.learning_rate, args.learning_rate if args.critic_learning_rate is None else args.critic_learning_rate
 
 
 @torch.no_grad()
@@ -419,10 +433,9 @@ def evaluate(agent: Agent, envs: VecEnv, num_episodes: int, deterministic: bool)
 def play(args: Args) -> dict[str, float]:
     """Evaluate args.checkpoint and print one JSON line on stdout."""
     _, _, device = distributed.init(args.device)
-    agent, _ = load_agent(args.checkpoint, device)
+    agent, state = load_agent(args.checkpoint, device)
     torch.manual_seed(args.seed)
     envs = vecenvs.make_for_episodes(args.env_id, args.num_envs, args.num_episodes, device, args.seed, args.env_kwargs)
-    state = checkpoint.load_for(SCRIPT, args.checkpoint, device)
     checkpoint.check_compatible(args.checkpoint, state, args, envs.env_id, agent_kwargs(envs), NETWORK_ARGS)
     result = evaluate(agent, envs, args.num_episodes, args.deterministic)
     envs.close()
@@ -440,18 +453,17 @@ def main(args: Args) -> dict[str, float]:
     batch_size, seeding = B * world_size, args.norm_obs or args.norm_value
     num_iterations = args.total_timesteps // batch_size
     if num_iterations < 1 + seeding:
-        raise InputError(f"--total-timesteps {args.total_timesteps}: at least {(1 + seeding) * batch_size} are needed, {1 + seeding} iterations of "
-                         f"{batch_size} (num_envs*num_steps*ranks){', the first of which only seeds the normalisers' if seeding else ''}")  # fmt: skip
+        raise InputError(f"--total-timesteps {args.total_timesteps}: at least {(1 + seeding) * batch_size} are needed, an "
+                         f"iteration is {batch_size} (num_envs*num_steps*ranks) and the first seeds the normalisers")  # fmt: skip
     resume = cli.resume_path(args)
     state = checkpoint.load_for(SCRIPT, resume, device) if resume else None
-    global_step = state["global_step"] if state else 0
+    global_step, best_return = (state["global_step"], state["best_return"]) if state else (0, -math.inf)
     random.seed(args.seed + rank), np.random.seed((args.seed + rank) % 2**32), torch.manual_seed(args.seed)
     threads = TorchThreads(args.torch_threads, device)
-    # A resumed run whose simulator cannot restore its state starts new episodes, not those of its beginning again.
-    envs = vecenvs.make(args.env_id, N, device, vecenvs.derive_seed(args.seed, rank, global_step), vecenvs.parse_env_kwargs(args.env_kwargs))
+    # With global_step in the seed, a resumed run does not play the episodes of its beginning again.
+    env_seed, env_kwargs = vecenvs.derive_seed(args.seed, rank, global_step), vecenvs.parse_env_kwargs(args.env_kwargs)
+    envs = vecenvs.make(args.env_id, N, device, env_seed, env_kwargs)
     kwargs = agent_kwargs(envs)
-    if state:
-        checkpoint.check_compatible(resume, state, args, envs.env_id, kwargs, NETWORK_ARGS)
     agent = Agent(args, **kwargs).to(device)
     distributed.broadcast(agent)
     torch.manual_seed(vecenvs.derive_seed(args.seed, rank, 1))  # only now: weights are equal on all ranks, noise is not
@@ -459,24 +471,22 @@ def main(args: Args) -> dict[str, float]:
     critic_parameters = [p for name, p in agent.named_parameters() if name.startswith(("critic", "value_head"))]
     actor_parameters = [p for name, p in agent.named_parameters() if not name.startswith(("critic", "value_head"))]
     parameters = actor_parameters + critic_parameters
-    initial_lrs = torch.tensor([args.learning_rate, args.critic_learning_rate or args.learning_rate], device=device)
-    lrs = initial_lrs.clone()  # on the device, so that a recorded CUDA graph sees it change
-    groups = [{"params": actor_parameters, "lr": lrs[0]}, {"params": critic_parameters, "lr": lrs[1]}]
+    groups = [{"params": group, "lr": torch.tensor(lr, device=device)}
+              for group, lr in zip((actor_parameters, critic_parameters), learning_rates(args), strict=True)]  # fmt: skip
     optimizer = torch.optim.Adam(groups, eps=1e-5, weight_decay=args.weight_decay, fused=True, capturable=device.type == "cuda")
-    episodes, best_return, next_obs, next_critic_obs = EpisodeStats(N, args.games_to_track), -math.inf, None, None
+    episodes = EpisodeStats(N, args.games_to_track)
+    next_obs = next_critic_obs = None
     if state:
+        checkpoint.check_compatible(resume, state, args, envs.env_id, kwargs, NETWORK_ARGS)
         agent.load_state_dict(state["agent"])
         optimizer.load_state_dict(state["optimizer"])
-        lrs.copy_(state["lrs"])
-        for group, lr in zip(optimizer.param_groups, lrs, strict=True):
-            group["lr"] = lr  # the loaded one is a copy, which the schedule would not reach
-        best_return, own = state["best_return"], state["ranks"][rank % len(state["ranks"])]
-        exact = len(state["ranks"]) == world_size and own["envs"] is not None
-        if exact:
-            next_obs, next_critic_obs = envs.load_state_dict(own["envs"])
-        episodes.load_state_dict(own["episodes"], running=exact)
-        if len(state["ranks"]) == world_size:
-            checkpoint.set_rng_state(own["rng"])
+        old_lrs = learning_rates(Args(**state["args"]))
+        for group, lr, old_lr in zip(optimizer.param_groups, learning_rates(args), old_lrs, strict=True):
+            group["weight_decay"] = args.weight_decay  # what the command line changes on resume holds from here on
+            if lr != old_lr:
+                group["lr"].fill_(lr)
+        next_obs, next_critic_obs = checkpoint.restore_rank(state["ranks"], rank, world_size, envs, episodes)
+    lrs = [group["lr"] for group in optimizer.param_groups]  # on the device: a recorded CUDA graph sees them change
 
     # ---- storage: allocated once and written in place, so every address in it is fixed ----
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -484,9 +494,9 @@ def main(args: Args) -> dict[str, float]:
 
     obs, actions, rewards = new(kwargs["obs_dim"]), new(len(kwargs["action_low"])), new(envs.value_size)
     critic_obs = new(kwargs["critic_obs_dim"]) if kwargs["asymmetric"] else obs
-    old_mean, old_log_sigma, old_logprobs, advantages = new(*actions.shape[2:]), new(*actions.shape[2:]), new(), new()
-    values, returns, old_values, targets = (new(envs.value_size) for _ in range(4))
-    terminations, truncations = new(dtype=torch.bool), new(dtype=torch.bool)
+    old_mean, old_log_sigma = torch.zeros_like(actions), torch.zeros_like(actions)
+    old_values, values, returns, targets = (torch.zeros_like(rewards) for _ in range(4))
+    old_logprobs, advantages, terminations, truncations = new(), new(), new(dtype=torch.bool), new(dtype=torch.bool)
     batch = {"obs": obs, "critic_obs": critic_obs, "actions": actions, "old_mean": old_mean, "old_log_sigma": old_log_sigma,
              "old_logprobs": old_logprobs, "old_values": old_values, "advantages": advantages, "targets": targets}  # fmt: skip
     batch = {name: x.flatten(0, 1) for name, x in batch.items()}  # views, [B, ..]
@@ -517,18 +527,19 @@ def main(args: Args) -> dict[str, float]:
         next_values = torch.where(truncations[..., None], values, next_values)
         for t, final_critic_obs in finals:
             next_values[t] = torch.where(truncations[t, :, None], agent.value(final_critic_obs), next_values[t])
-        dones = terminations | truncations
-        gae = compute_gae(shape_rewards(rewards, args), values, next_values, terminations[..., None], dones[..., None], args.gamma, args.gae_lambda)
-        advantages.copy_(gae[0].sum(-1))
-        returns.copy_(gae[1])
+        shaped, ends = shape_rewards(rewards, args), (terminations[..., None], (terminations | truncations)[..., None])
+        new_advantages, new_returns = compute_gae(shaped, values, next_values, *ends, args.gamma, args.gae_lambda)
+        returns.copy_(new_returns)
         targets.copy_(agent.value_rms(returns) if args.norm_value else returns)
+        advantages.copy_(new_advantages.sum(-1))
         if args.norm_adv:
             advantages.sub_(distributed.average(advantages.mean()))
             advantages.div_(distributed.average((advantages**2).mean()).sqrt() + 1e-8)
 
     def adapt_learning_rate(kl: Tensor) -> None:
         factor = torch.where(kl > 2 * args.kl_threshold, 1 / 1.5, torch.where(kl < args.kl_threshold / 2, 1.5, 1.0))
-        lrs.mul_(factor).clamp_(args.min_lr, args.max_lr)
+        for lr in lrs:
+            lr.mul_(factor).clamp_(args.min_lr, args.max_lr)
 
     def update_step(rows: Tensor) -> Tensor:
         """One gradient step on batch rows [M]; returns METRICS, still on the device."""
@@ -551,17 +562,16 @@ def main(args: Args) -> dict[str, float]:
 
     # ---- train ----
     run_dir = create_run_dir(SCRIPT, args.env_id, args.seed, args.run_name, resume, rank)
-    saved_args = asdict(replace(args, run_name=run_dir.name, resume=None))
-    logger = Logger(run_dir, saved_args, args.total_timesteps, rank, args.track, global_step, state["seconds"] if state else 0.0)
-    evaluation_envs, last_save, stop_reason = None, time.perf_counter(), None
+    saved_args, seconds = asdict(replace(args, run_name=run_dir.name, resume=None)), state["seconds"] if state else 0.0
+    logger = Logger(run_dir, saved_args, args.total_timesteps, rank, args.track, global_step, seconds)
+    evaluation_envs, last_save, stop_reason, log = None, time.perf_counter(), None, {}
 
-    def save(*names: str) -> None:
+    def save(names: list[str]) -> None:
         """Write checkpoints (rank 0); every rank must call it, since each has its own random state and envs."""
-        own = {"rng": checkpoint.rng_state(), "envs": envs.state_dict(), "episodes": episodes.state_dict()}
         state = {"script": SCRIPT, "env_id": envs.env_id, "args": saved_args, "agent_kwargs": kwargs, "agent": agent.state_dict(),
-                 "optimizer": optimizer.state_dict(), "lrs": lrs, "global_step": global_step, "best_return": best_return,
-                 "seconds": logger.seconds(), "ranks": distributed.gather_objects(own)}  # fmt: skip
-        for name in names if rank == 0 else ():
+                 "optimizer": optimizer.state_dict(), "global_step": global_step, "best_return": best_return,
+                 "seconds": logger.seconds(), "ranks": checkpoint.gather_ranks(envs, episodes)}  # fmt: skip
+        for name in dict.fromkeys(names) if rank == 0 else ():
             checkpoint.save(run_dir / name, state)
 
     if next_obs is None:
@@ -584,14 +594,15 @@ def main(args: Args) -> dict[str, float]:
                 next_obs, next_critic_obs = step.obs, step.critic_obs
             global_step += batch_size
 
-            train = not seeding or iteration > 1
+            train = not seeding or state is not None or iteration > 1
             metrics_sum = torch.zeros(len(metric_names), device=device)
             with logger.phase("update"), threads.update(measure=train):
                 estimate_advantages()
                 for rows in in_order:
                     store_old_policy(rows)
                 if args.lr_schedule == "linear":
-                    lrs.copy_(initial_lrs * (1 - (iteration - 1) / num_iterations))
+                    for lr, initial_lr in zip(lrs, learning_rates(args), strict=True):
+                        lr.fill_(initial_lr * (1 - (iteration - 1) / num_iterations))
                 for epoch in range(args.update_epochs if train else 0):
                     if args.recompute_advantages and epoch:
                         estimate_advantages()
@@ -608,12 +619,14 @@ def main(args: Args) -> dict[str, float]:
                 agent.value_rms.update(returns.flatten(0, 1))
 
             # ---- log and save: the only host synchronisation of the iteration ----
-            means = dict(zip(metric_names, (metrics_sum / (args.update_epochs * G)).tolist(), strict=True))
-            check_finite(torch.cat([obs, next_obs[None]]), rewards, metrics_sum[NONFINITE].item(), iteration, run_dir)
+            check_finite(obs, next_obs, rewards, metrics_sum[NONFINITE].item(), iteration, run_dir)
+            if critic_obs is not obs:
+                check_finite(critic_obs, next_critic_obs, rewards, 0, iteration, run_dir)
             episodes.update(rewards.sum(-1), terminations | truncations)
             log = episodes.metrics() | {"charts/SPS": logger.sps(global_step), "charts/learning_rate": lrs[0].item()}
             if train:
-                log |= means | {"losses/explained_variance": explained_variance(values, returns)}
+                log |= zip(metric_names, (metrics_sum / (args.update_epochs * G)).tolist(), strict=True)
+                log["losses/explained_variance"] = explained_variance(values, returns)
             score, names = log["charts/episodic_return"] if episodes.full else -math.inf, []
             if score >= args.score_to_win:
                 stop_reason = f"score_to_win: mean return {score:.6g} over {args.games_to_track} episodes"
@@ -621,23 +634,25 @@ def main(args: Args) -> dict[str, float]:
                 stop_reason = "interrupted"
             elif iteration == num_iterations:
                 stop_reason = "total_timesteps"
-            if args.eval_interval and (iteration % args.eval_interval == 0 or stop_reason):
-                evaluation_envs = evaluation_envs or vecenvs.make_for_episodes(args.env_id, N, args.num_episodes, device, args.seed, args.env_kwargs)
-                log |= {f"eval/{name}": x for name, x in evaluate(agent, evaluation_envs, args.num_episodes, args.deterministic).items()}
+            if args.eval_interval and (stop_reason or iteration % args.eval_interval == 0):
+                evaluation_envs = evaluation_envs or vecenvs.make_for_episodes(
+                    args.env_id, N, args.num_episodes, device, args.seed, args.env_kwargs)  # fmt: skip
+                result = evaluate(agent, evaluation_envs, args.num_episodes, args.deterministic) if rank == 0 else {}
+                log |= {f"eval/{name}": x for name, x in distributed.gather_objects(result)[0].items()}
             best_score = log.get("eval/mean", -math.inf) if args.eval_interval else score
             if best_score > best_return and global_step >= args.save_best_after:
                 best_return = best_score
                 names.append("best.pt")
             if args.save_interval and iteration % args.save_interval == 0:
                 names += [f"{global_step}.pt", "last.pt"]
-            if stop_reason or distributed.any_rank(time.perf_counter() - last_save > SAVE_SECONDS, device):
+            if distributed.any_rank(bool(stop_reason) or time.perf_counter() - last_save > SAVE_SECONDS, device):
                 names, last_save = [*names, "last.pt"], time.perf_counter()
             if names:
-                save(*dict.fromkeys(names))
+                save(names)
             logger.log(global_step, log, force_line=bool(stop_reason) or iteration == 1)
             if stop_reason:
                 break
-    logger.close(f"stopped at global_step={global_step} by {stop_reason}; {run_dir}/last.pt")
+    logger.close(f"stopped at global_step={global_step}: {stop_reason or 'total_timesteps had been reached'}; {run_dir}/last.pt")
     envs.close()
     distributed.close()
     return log

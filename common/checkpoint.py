@@ -10,7 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from common import distributed
+from common.envs.base import VecEnv
 from common.errors import InputError, flag
+from common.logger import EpisodeStats
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
@@ -44,7 +47,9 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> dict[str, Any]
     except FileNotFoundError:
         raise InputError(f"checkpoint {path}: no such file") from None
     except pickle.UnpicklingError:
-        raise InputError(f"checkpoint {path}: holds pickled code or is damaged; only plain tensors and data are loaded") from None
+        raise InputError(
+            f"checkpoint {path}: holds pickled code or is damaged; only plain tensors and data are loaded"
+        ) from None
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(f"checkpoint {path}: truncated or not a checkpoint ({reason})") from None
@@ -61,17 +66,30 @@ def load_for(script: str, path: str | Path, device: torch.device | str = "cpu") 
     return state
 
 
-def check_compatible(path: str | Path, state: dict[str, Any], args: Any, env_id: str, agent_kwargs: dict[str, Any], network_args: tuple[str, ...]) -> None:
+def check_compatible(
+    path: str | Path,
+    state: dict[str, Any],
+    args: Any,
+    env_id: str,
+    agent_kwargs: dict[str, Any],
+    network_args: tuple[str, ...],
+) -> None:
     """Raises InputError if env, spaces or any of the Args fields that shape the network differ from the checkpoint's."""
     if state["env_id"] != env_id:
-        raise InputError(f"checkpoint {path} is of {state['env_id']}, not of {env_id}; train the new one from the start")
+        raise InputError(
+            f"checkpoint {path} is of {state['env_id']}, not of {env_id}; train the new one from the start"
+        )
     for name in network_args:
         new, old = getattr(args, name), state["args"][name]
         if new != old:
-            raise InputError(f"{flag(name)} {new}: checkpoint {path} was trained with {old}, which cannot change afterwards")
+            raise InputError(
+                f"{flag(name)} {new}: checkpoint {path} was trained with {old}, which cannot change afterwards"
+            )
     for name, new in agent_kwargs.items():
         if state["agent_kwargs"][name] != new:
-            raise InputError(f"checkpoint {path} has {name} = {state['agent_kwargs'][name]}, but the environment has {new} (see --env-kwargs)")
+            raise InputError(
+                f"checkpoint {path} has {name} = {state['agent_kwargs'][name]}, but the environment has {new} (see --env-kwargs)"
+            )
 
 
 def newest(run_dir: Path) -> Path | None:
@@ -84,6 +102,29 @@ def newest(run_dir: Path) -> Path | None:
         except InputError:
             continue
     return None
+
+
+def gather_ranks(envs: VecEnv, episodes: EpisodeStats) -> list[dict[str, Any]]:
+    """What each rank has of its own: random state, env state where the simulator can tell it, running episodes."""
+    return distributed.gather_objects(
+        {"rng": rng_state(), "envs": envs.state_dict(), "episodes": episodes.state_dict()}
+    )
+
+
+def restore_rank(
+    ranks: list[dict[str, Any]], rank: int, world_size: int, envs: VecEnv, episodes: EpisodeStats
+) -> tuple[Any, Any]:
+    """Undo gather_ranks; returns obs and critic_obs to go on from, or (None, None) where the envs must be reset.
+
+    With another number of ranks than before only the window of finished episodes is kept.
+    """
+    own, same = ranks[rank % len(ranks)], len(ranks) == world_size
+    exact = same and own["envs"] is not None and len(own["episodes"]["returns"]) == envs.num_envs
+    current = envs.load_state_dict(own["envs"]) if exact else (None, None)
+    episodes.load_state_dict(own["episodes"], running=exact)
+    if same:
+        set_rng_state(own["rng"])
+    return current
 
 
 def rng_state() -> dict[str, Any]:

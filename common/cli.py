@@ -66,7 +66,9 @@ def old_spellings(args_type: type, argv: list[str]) -> list[str]:
         field = result[-1].lstrip("-").replace("-", "_") if result and result[-1].startswith("--") else ""
         if hints.get(field) in (bool, bool | None) and token.lower() in ("true", "false", "1", "0"):
             result[-1] = f"--{'' if token.lower() in ('true', '1') else 'no-'}{field.replace('_', '-')}"
-        elif hints.get(field) in (int, int | None) and re.fullmatch(r"\d[\d_]*(\.0*)?([eE]\+?\d+)?|\d*\.\d+[eE]\+?\d+", token):
+        elif hints.get(field) in (int, int | None) and re.fullmatch(
+            r"\d[\d_]*(\.0*)?([eE]\+?\d+)?|\d*\.\d+[eE]\+?\d+", token
+        ):
             result.append(str(int(float(token))) if float(token).is_integer() else token)
         else:
             result.append(token)

@@ -26,7 +26,9 @@ def init(device_name: str) -> tuple[int, int, torch.device]:
         raise InputError(f"--device {device_name}: only cpu and cuda are supported (statistics are float64)")
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            raise InputError(f"--device {device_name}: this torch ({torch.__version__}) sees no CUDA GPU; use --device cpu")
+            raise InputError(
+                f"--device {device_name}: this torch ({torch.__version__}) sees no CUDA GPU; use --device cpu"
+            )
         index = device.index if device.index is not None else int(os.environ.get("LOCAL_RANK", 0))
         if index >= torch.cuda.device_count():
             raise InputError(f"--device cuda:{index}: there are {torch.cuda.device_count()} GPUs; ranks need one each")

@@ -21,7 +21,9 @@ def check_range(args: Any, low: float, high: float, names: str) -> None:
     for name in names.split():
         value = getattr(args, name)
         if value is not None and not low <= value <= high:
-            raise InputError(f"{flag(name)} {value}: must be {f'between {low} and {high}' if high < float('inf') else f'at least {low}'}")
+            raise InputError(
+                f"{flag(name)} {value}: must be {f'between {low} and {high}' if high < float('inf') else f'at least {low}'}"
+            )
 
 
 def check_positive(args: Any, names: str) -> None:
@@ -37,23 +39,29 @@ def check_divides(name: str, divisor: int, number: int, meaning: str) -> None:
         below = max(d for d in range(1, divisor) if number % d == 0)
         above = next((d for d in range(divisor, number + 1) if number % d == 0), number)
         nearest = f"{below} and {above}" if above > divisor else f"{below}"
-        raise InputError(f"{flag(name)} {divisor} does not divide {meaning} = {number}; the nearest that do are {nearest}")
+        raise InputError(
+            f"{flag(name)} {divisor} does not divide {meaning} = {number}; the nearest that do are {nearest}"
+        )
 
 
-def check_finite(observations: Tensor, rewards: Tensor, bad_steps: float, iteration: int, run_dir: Path) -> None:
+def check_finite(
+    obs: Tensor, next_obs: Tensor, rewards: Tensor, bad_steps: float, iteration: int, run_dir: Path
+) -> None:
     """Raises InputError naming env and step if a rollout or a gradient step was not finite, before anything is saved.
 
-    observations [T+1, N, ..] (the last is the one after the rollout), rewards [T, N, ..], bad_steps: gradient steps that
-    were skipped because their gradient was not finite.
+    obs [T, N, ..], next_obs [N, ..] after the rollout, rewards [T, N, ..]; bad_steps: gradient steps that were skipped
+    because their gradient was not finite.
     """
-    ok = torch.stack([observations.isfinite().all(), rewards.isfinite().all()]).tolist()
-    if all(ok) and not bad_steps:
+    if all(x.isfinite().all() for x in (obs, next_obs, rewards)) and not bad_steps:
         return
     kept = f"the last good checkpoint is kept in {run_dir}"
-    for name, x in (("reward", rewards), ("observation", observations)):
+    for name, x in (("reward", rewards), ("observation", torch.cat([obs, next_obs[None]]))):
         bad = (~x.isfinite()).flatten(2).any(-1).nonzero()
         if len(bad):
             step, env = bad[0].tolist()
             total = (iteration - 1) * len(rewards) + step
-            raise InputError(f"{name} of env {env} is NaN or infinite at step {step} of iteration {iteration} (step {total} of each env); {kept}")
-    raise InputError(f"the loss was NaN or infinite in {bad_steps:.0f} gradient steps of iteration {iteration}; {kept}; try a lower --learning-rate")
+            raise InputError(
+                f"{name} of env {env} is NaN or infinite at step {total} (step {step} of iteration {iteration}); {kept}"
+            )
+    raise InputError(f"the loss was NaN or infinite in {bad_steps:.0f} gradient steps of iteration {iteration}; {kept}; "
+                     "try a lower --learning-rate")  # fmt: skip

@@ -27,7 +27,9 @@ def create_run_dir(script: str, env_id: str, seed: int, run_name: str | None, re
     if run_name is None and resume is not None:
         path = resume.parent
     else:
-        path = Path("runs") / (run_name or f"{env_id.replace('/', '-')}__{script}__{seed}__{time.strftime('%Y%m%d-%H%M%S')}")
+        path = Path("runs") / (
+            run_name or f"{env_id.replace('/', '-')}__{script}__{seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+        )
     path = Path(distributed.gather_objects(str(path))[0])  # ranks may start in different seconds
     if rank:
         return path
@@ -39,7 +41,9 @@ def create_run_dir(script: str, env_id: str, seed: int, run_name: str | None, re
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise InputError(f"run directory {path} cannot be written ({error.strerror}); choose another --run-name or folder") from None
+        raise InputError(
+            f"run directory {path} cannot be written ({error.strerror}); choose another --run-name or folder"
+        ) from None
     return path
 
 
@@ -59,7 +63,16 @@ class Logger:
     without the steps that a crash lost.
     """
 
-    def __init__(self, run_dir: Path, args: dict[str, Any], total_timesteps: int, rank: int, track: bool, global_step: int = 0, seconds: float = 0.0):
+    def __init__(
+        self,
+        run_dir: Path,
+        args: dict[str, Any],
+        total_timesteps: int,
+        rank: int,
+        track: bool,
+        global_step: int = 0,
+        seconds: float = 0.0,
+    ):
         self.active, self.total, self.first_step = rank == 0, total_timesteps, global_step
         self.earlier_seconds, self.start, self.last_line = seconds, time.perf_counter(), 0.0
         self.phases: dict[str, float] = {"env": 0.0, "policy": 0.0, "update": 0.0}
@@ -74,7 +87,9 @@ class Logger:
         self.tensorboard = SummaryWriter(str(run_dir), purge_step=global_step + 1 if global_step else None)
         self.wandb = None
         if track:
-            self.wandb = import_wandb().init(project="reference", name=run_dir.name, id=run_dir.name, resume="allow", config=args)
+            self.wandb = import_wandb().init(
+                project="reference", name=run_dir.name, id=run_dir.name, resume="allow", config=args
+            )
 
     def seconds(self) -> float:
         """Wall seconds of training, those before a resume included."""
@@ -109,7 +124,12 @@ class Logger:
         elapsed = time.perf_counter() - self.start
         share = " ".join(f"{name} {seconds / elapsed:.0%}" for name, seconds in self.phases.items())
         eta = (self.total - global_step) / max(self.sps(global_step), 1e-9)
-        shown = {"return": "charts/episodic_return", "length": "charts/episodic_length", "lr": "charts/learning_rate", "kl": "losses/approx_kl"}
+        shown = {
+            "return": "charts/episodic_return",
+            "length": "charts/episodic_length",
+            "lr": "charts/learning_rate",
+            "kl": "losses/approx_kl",
+        }
         values = " ".join(f"{k}={metrics[v]:.4g}" for k, v in shown.items() if v in metrics)
         return f"global_step={global_step} {global_step / self.total:.1%} {values} SPS={self.sps(global_step):.0f} ({share}) eta={eta:.0f}s"
 
@@ -149,14 +169,23 @@ class EpisodeStats:
         """charts/episodic_return and charts/episodic_length over the window, NaN before the first episode has ended."""
         n = len(self.window)
         mean_return, mean_length = (sum(e[i] for e in self.window) / n if n else math.nan for i in (0, 1))
-        return {"charts/episodic_return": mean_return, "charts/episodic_length": mean_length, "charts/episodes": self.episodes}
+        return {
+            "charts/episodic_return": mean_return,
+            "charts/episodic_length": mean_length,
+            "charts/episodes": self.episodes,
+        }
 
     @property
     def full(self) -> bool:
         return len(self.window) == self.window.maxlen
 
     def state_dict(self) -> dict[str, Any]:
-        return {"window": list(self.window), "episodes": self.episodes, "returns": self.returns.clone(), "lengths": self.lengths.clone()}
+        return {
+            "window": list(self.window),
+            "episodes": self.episodes,
+            "returns": self.returns.clone(),
+            "lengths": self.lengths.clone(),
+        }
 
     def load_state_dict(self, state: dict[str, Any], running: bool) -> None:
         """Restore the window; the running episodes too only where the envs themselves continue (`running`)."""

@@ -18,7 +18,9 @@ BACKENDS = ("envpool", "gym")
 PLANNED = ("warp", "brax", "playground", "mjlab", "isaaclab", "isaacgym", "maniskill", "genesis", "vmas", "smax", "jaxmarl", "pz", "magent", "smac", "smacv2", "torch")  # fmt: skip
 
 
-def make(env_id: str, num_envs: int, device: torch.device, seed: int, env_kwargs: dict[str, Any] | None = None) -> VecEnv:
+def make(
+    env_id: str, num_envs: int, device: torch.device, seed: int, env_kwargs: dict[str, Any] | None = None
+) -> VecEnv:
     """num_envs copies of env_id on device, tensors in and out; says on stderr what a name was taken for.
 
     env_id is `envpool/Ant-v5`, `gym/Ant-v5`, `gym/module:Name-v0`, or a bare name, which is the newest version in envpool
@@ -33,11 +35,17 @@ def make(env_id: str, num_envs: int, device: torch.device, seed: int, env_kwargs
     else:
         from common.envs.gymnasium import GymnasiumVecEnv as adapter
     envs = adapter(name, num_envs, torch.device(device), seed, dict(env_kwargs or {}))
-    print(f"env: {env_id} -> {envs.env_id} ({num_envs} envs, obs {envs.observation_space.shape}, actions {envs.action_space})", file=sys.stderr, flush=True)
+    print(
+        f"env: {env_id} -> {envs.env_id} ({num_envs} envs, obs {envs.observation_space.shape}, actions {envs.action_space})",
+        file=sys.stderr,
+        flush=True,
+    )
     return envs
 
 
-def make_for_episodes(env_id: str, num_envs: int, num_episodes: int, device: torch.device, seed: int, env_kwargs: Sequence[str]) -> VecEnv:
+def make_for_episodes(
+    env_id: str, num_envs: int, num_episodes: int, device: torch.device, seed: int, env_kwargs: Sequence[str]
+) -> VecEnv:
     """Envs for an evaluation: as many copies (at most num_envs) as divide num_episodes, on seeds apart from training's."""
     copies = max(n for n in range(1, min(num_envs, num_episodes) + 1) if num_episodes % n == 0)
     return make(env_id, copies, device, derive_seed(seed, 0, 2**31), parse_env_kwargs(env_kwargs))
@@ -77,11 +85,17 @@ def resolve(env_id: str) -> tuple[str, str]:
     if rest and prefix == "gym":
         return "gym", newest(rest, _gym_ids()) or _unknown(env_id, _gym_ids())
     if rest and prefix in PLANNED:
-        raise InputError(f"{env_id}: the backend {prefix}/ is not part of this version; there are {', '.join(f'{b}/' for b in BACKENDS)}")
+        raise InputError(
+            f"{env_id}: the backend {prefix}/ is not part of this version; there are {', '.join(f'{b}/' for b in BACKENDS)}"
+        )
     if name := newest(env_id, envpool_ids):
         return "envpool", name
     if name := newest(env_id, _gym_ids()):
-        reason = f"envpool has no {env_id}" if envpool_ids else "envpool is not installed (it has no wheels for this system?)"
+        reason = (
+            f"envpool has no {env_id}"
+            if envpool_ids
+            else "envpool is not installed (it has no wheels for this system?)"
+        )
         print(f"{reason}; using Gymnasium, which is slower", file=sys.stderr, flush=True)
         return "gym", name
     _unknown(env_id, [*envpool_ids, *_gym_ids()])
@@ -93,7 +107,9 @@ def newest(name: str, ids: Iterable[str]) -> str | None:
     def find(same: Callable[[str], str]) -> str | None:
         wanted = same(name)
         matches = [i for i in ids if same(i) == wanted or re.fullmatch(re.escape(wanted) + r"-v\d+", same(i))]
-        return max(matches, key=lambda i: (same(i) == wanted, int((re.search(r"-v(\d+)$", i) or [0, 0])[1])), default=None)
+        return max(
+            matches, key=lambda i: (same(i) == wanted, int((re.search(r"-v(\d+)$", i) or [0, 0])[1])), default=None
+        )
 
     return find(str) or find(str.lower)
 

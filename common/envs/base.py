@@ -102,12 +102,16 @@ def flat_space(space: spaces.Space, env_id: str) -> spaces.Box:
     if isinstance(space, spaces.Dict):
         parts = [flat_space(part, env_id) for part in space.values()]
         if any(len(part.shape) != 1 for part in parts):
-            raise InputError(f"{env_id} has a dictionary with images as observation; only vectors can be concatenated here")
+            raise InputError(
+                f"{env_id} has a dictionary with images as observation; only vectors can be concatenated here"
+            )
         return spaces.Box(-np.inf, np.inf, (sum(part.shape[0] for part in parts),), np.float32)
     if isinstance(space, spaces.Discrete):
         return spaces.Box(0, 1, (int(space.n),), np.float32)
     if not isinstance(space, spaces.Box):
-        raise InputError(f"{env_id} has {type(space).__name__} observations, which are not supported: give a Box, Discrete or Dict of them")
+        raise InputError(
+            f"{env_id} has {type(space).__name__} observations, which are not supported: give a Box, Discrete or Dict of them"
+        )
     if space.dtype == np.uint8 and len(space.shape) == 3:
         return space
     return spaces.Box(-np.inf, np.inf, (int(np.prod(space.shape)),), np.float32)

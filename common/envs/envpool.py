@@ -63,7 +63,9 @@ class EnvpoolVecEnv(VecEnv):
             ids = np.flatnonzero(dones)
             obs[ids] = flatten(self.envs.reset(ids)[0], self.raw_space, len(ids))
         obs = host_to_device(obs, self.device)
-        rewards, terminations, truncations = (host_to_device(x, self.device) for x in (rewards, terminations, truncations))
+        rewards, terminations, truncations = (
+            host_to_device(x, self.device) for x in (rewards, terminations, truncations)
+        )
         return Step(obs, obs, rewards, terminations, truncations, final_obs, final_obs)
 
     def close(self) -> None:
@@ -73,7 +75,20 @@ class EnvpoolVecEnv(VecEnv):
 def _threads(name: str, num_envs: int) -> int:
     """Steps of classic control are cheaper than waking a thread."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    cheap = name.startswith(("CartPole", "Pendulum", "MountainCar", "Acrobot", "Catch", "FrozenLake", "Taxi", "NChain", "CliffWalking", "Blackjack"))
+    cheap = name.startswith(
+        (
+            "CartPole",
+            "Pendulum",
+            "MountainCar",
+            "Acrobot",
+            "Catch",
+            "FrozenLake",
+            "Taxi",
+            "NChain",
+            "CliffWalking",
+            "Blackjack",
+        )
+    )
     return 1 if cheap else min(cores, num_envs)
 
 

@@ -37,7 +37,9 @@ class GymnasiumVecEnv(VecEnv):
             self.max_episode_steps = probe.spec.max_episode_steps
             mode = mode or ("async" if num_envs > 1 and _step_seconds(probe) > ASYNC_SECONDS else "sync")
             probe.close()
-            self.envs = gymnasium.make_vec(name, num_envs, mode, vector_kwargs={"autoreset_mode": AutoresetMode.SAME_STEP}, **env_kwargs)
+            self.envs = gymnasium.make_vec(
+                name, num_envs, mode, vector_kwargs={"autoreset_mode": AutoresetMode.SAME_STEP}, **env_kwargs
+            )
         except (gymnasium.error.Error, ImportError, TypeError, AttributeError) as error:
             raise InputError(f"{self.env_id} with options {env_kwargs}: {str(error).splitlines()[0]}") from None
         self.action_space, self.raw_space = self.envs.single_action_space, self.envs.single_observation_space
@@ -68,7 +70,9 @@ class GymnasiumVecEnv(VecEnv):
             final_obs, final_critic_obs = obs.clone(), critic_obs.clone()
             for i in np.flatnonzero(info["_final_obs"]):
                 final_obs[i], final_critic_obs[i] = (x[0] for x in self._read(info["final_obs"][i], single=True))
-        rewards, terminations, truncations = (host_to_device(np.array(x), self.device) for x in (rewards, terminations, truncations))
+        rewards, terminations, truncations = (
+            host_to_device(np.array(x), self.device) for x in (rewards, terminations, truncations)
+        )
         return Step(obs, critic_obs, rewards, terminations, truncations, final_obs, final_critic_obs)
 
     def _read(self, obs: Any, single: bool = False) -> tuple[Tensor, Tensor]:
@@ -78,7 +82,10 @@ class GymnasiumVecEnv(VecEnv):
         if critic is None:
             tensor = host_to_device(flatten(obs, policy, rows), self.device)
             return tensor, tensor
-        return tuple(host_to_device(flatten(obs[key], space, rows), self.device) for key, space in (("policy", policy), ("critic", critic)))
+        return tuple(
+            host_to_device(flatten(obs[key], space, rows), self.device)
+            for key, space in (("policy", policy), ("critic", critic))
+        )
 
     def close(self) -> None:
         self.envs.close()
