@@ -6,7 +6,7 @@
 
 Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the large-batch practice of rl_games: normalised
 observations and values, KL-adaptive learning rate, an asymmetric critic where the env has a privileged state.
-Shapes: T num_steps, N num_envs, B = T*N, M = B/num_minibatches rows; O obs, C critic obs, A action dims, V reward heads.
+Shapes: T num_steps, N num_envs, B = T*N, M = B/num_minibatches rows; O obs, C critic obs, A actions, V reward heads.
 """
 
 import json
@@ -53,7 +53,7 @@ class Args:
     device: str = "auto"
     """torch device of policy and storage: auto (a GPU where there is one), cpu, cuda, cuda:1"""
     compile: bool | None = None
-    """torch.compile the pure functions and, on a GPU, replay each gradient step as one CUDA graph; unset: on a GPU only"""
+    """torch.compile the pure functions and, on a GPU, replay gradient steps as a CUDA graph; unset: on a GPU only"""
     torch_threads: int = 0
     """CPU threads of torch; 0: one in the rollout, as many as measure fastest in the update"""
     run_name: str | None = None
@@ -186,7 +186,7 @@ class Args:
         if not self.reward_min < self.reward_max:
             raise InputError(f"--reward-min {self.reward_min}: must be less than --reward-max {self.reward_max}")
         if self.log_sigma_bounds[1] - self.log_sigma_bounds[0] <= 2:
-            raise InputError(f"--log-sigma-bounds {self.log_sigma_bounds}: must lie more than 2 apart (1 at each end bends)")
+            raise InputError(f"--log-sigma-bounds {self.log_sigma_bounds}: must lie more than 2 apart")
         if self.reward_log and self.reward_min <= 0:
             raise InputError(f"--reward-log needs a positive --reward-min, not {self.reward_min}")
         if self.play and not self.checkpoint:
@@ -234,7 +234,7 @@ def smooth_bounds(x: Tensor, low: float, high: float) -> Tensor:
 
 
 class Agent(nn.Module):
-    """Diagonal Gaussian policy and state-value critic with the statistics of their inputs, so one state_dict is deployable.
+    """Diagonal Gaussian policy and state-value critic with the statistics of their inputs: one state_dict to deploy.
 
     Actions inside the agent are in units of [-1, 1]; `act` and `to_env` return the environment's own units. Where an
     action dimension has no bounds the two are the same.
@@ -260,7 +260,7 @@ class Agent(nn.Module):
         self.log_sigma = nn.Parameter(torch.full((len(low),), args.log_sigma_init))
         self.sigma_head = None if args.fixed_sigma else nn.Linear(self.actor.out_features, len(low), bias=False)
         if self.sigma_head is not None:
-            nn.init.zeros_(self.sigma_head.weight)  # log_sigma is its bias: the same sigma for every observation at first
+            nn.init.zeros_(self.sigma_head.weight)  # log_sigma is its bias: one sigma for all at first
 
     def encode(self, obs: Tensor, rms: RunningMeanStd) -> Tensor:
         """Raw observations to network input; the place for an image encoder."""
@@ -285,7 +285,7 @@ class Agent(nn.Module):
         return self.value_rms.denormalize(value) if self.norm_value else value
 
     def extra_losses(self, obs: Tensor) -> dict[str, Tensor]:
-        """Named scalar losses of observations [M, O] that are added to PPO's and logged: the place for auxiliary tasks."""
+        """Named scalar losses of obs [M, O], added to PPO's and logged: the place for auxiliary tasks."""
         return {}
 
     def to_env(self, actions: Tensor) -> Tensor:
@@ -323,7 +323,7 @@ def shape_rewards(rewards: Tensor, args: Args) -> Tensor:
 
 def compute_gae(rewards: Tensor, values: Tensor, next_values: Tensor, terminations: Tensor, dones: Tensor,
                 gamma: float, gae_lambda: float) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Generalised advantage estimation, https://arxiv.org/abs/1506.02438 eq. 16; returns advantages and returns, [T, ..].
+    """Generalised advantage estimation, https://arxiv.org/abs/1506.02438 eq. 16: advantages and returns, [T, ..].
 
     rewards, values, next_values [T, ..]; terminations and dones broadcast to them. next_values[t] is the value of the
     observation that actions[t] led to, before any reset. A termination ends the return, so it is dropped there. A
@@ -354,10 +354,10 @@ def clamp_ratio(ratio: Tensor, args: Args) -> Tensor:
 def ppo_loss(agent: Agent, args: Args, obs: Tensor, critic_obs: Tensor, actions: Tensor, old_mean: Tensor,
              old_log_sigma: Tensor, old_logprobs: Tensor, old_values: Tensor, advantages: Tensor,
              targets: Tensor) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """PPO objective of one minibatch; returns the scalar loss and METRICS (then the extra losses) as one detached tensor.
+    """PPO objective of one minibatch: the scalar loss, and METRICS and the extra losses as one detached tensor.
 
-    obs [M, O], critic_obs [M, C], actions, old_mean and old_log_sigma [M, A], old_logprobs and advantages [M], old_values
-    and targets [M, V], both in units of the normalised value.
+    obs [M, O], critic_obs [M, C], actions, old_mean and old_log_sigma [M, A], old_logprobs and advantages [M],
+    old_values and targets [M, V], both in units of the normalised value.
     """
     mean, log_sigma = agent.policy(obs)
     ratio = (gaussian_logprob(mean, log_sigma, actions) - old_logprobs).exp()
@@ -395,7 +395,7 @@ def agent_kwargs(envs: VecEnv) -> dict:
 
 
 def load_agent(path: str | Path, device: str | torch.device = "cpu") -> tuple[Agent, dict]:
-    """The trained Agent of a checkpoint, and all that the checkpoint holds. Raises InputError if it is not this script's."""
+    """The trained Agent and everything else in a checkpoint. Raises InputError if this script did not write it."""
     state = checkpoint.load_for(SCRIPT, path, device)
     agent = Agent(Args(**state["args"]), **state["agent_kwargs"]).to(device)
     agent.load_state_dict(state["agent"])
@@ -426,8 +426,9 @@ def evaluate(agent: Agent, envs: VecEnv, num_episodes: int, deterministic: bool)
             scores[i].append((returns[i].item(), lengths[i].item()))
             returns[i], lengths[i] = 0.0, 0
     returns, lengths = np.array([episode for episodes in scores for episode in episodes[:per_env]]).T
-    return {"mean": returns.mean(), "std": returns.std(), "min": returns.min(), "max": returns.max(), "length": lengths.mean(),
-            "episodes": len(returns), "steps": int(lengths.sum()), "seconds": round(time.perf_counter() - start, 3)}  # fmt: skip
+    result = {"mean": returns.mean(), "std": returns.std(), "min": returns.min(), "max": returns.max(),
+              "length": lengths.mean(), "seconds": time.perf_counter() - start}  # fmt: skip
+    return {k: float(v) for k, v in result.items()} | {"episodes": len(returns), "steps": int(lengths.sum())}
 
 
 def play(args: Args) -> dict[str, float]:
@@ -453,8 +454,8 @@ def main(args: Args) -> dict[str, float]:
     batch_size, seeding = B * world_size, args.norm_obs or args.norm_value
     num_iterations = args.total_timesteps // batch_size
     if num_iterations < 1 + seeding:
-        raise InputError(f"--total-timesteps {args.total_timesteps}: at least {(1 + seeding) * batch_size} are needed, an "
-                         f"iteration is {batch_size} (num_envs*num_steps*ranks) and the first seeds the normalisers")  # fmt: skip
+        raise InputError(f"--total-timesteps {args.total_timesteps}: needs {(1 + seeding) * batch_size} or more, an "
+                         f"iteration is {batch_size} (num_envs*num_steps*ranks); the first seeds normalisers")  # fmt: skip
     resume = cli.resume_path(args)
     state = checkpoint.load_for(SCRIPT, resume, device) if resume else None
     global_step, best_return = (state["global_step"], state["best_return"]) if state else (0, -math.inf)
@@ -471,9 +472,10 @@ def main(args: Args) -> dict[str, float]:
     critic_parameters = [p for name, p in agent.named_parameters() if name.startswith(("critic", "value_head"))]
     actor_parameters = [p for name, p in agent.named_parameters() if not name.startswith(("critic", "value_head"))]
     parameters = actor_parameters + critic_parameters
-    groups = [{"params": group, "lr": torch.tensor(lr, device=device)}
-              for group, lr in zip((actor_parameters, critic_parameters), learning_rates(args), strict=True)]  # fmt: skip
-    optimizer = torch.optim.Adam(groups, eps=1e-5, weight_decay=args.weight_decay, fused=True, capturable=device.type == "cuda")
+    actor_lr, critic_lr = (torch.tensor(lr, device=device) for lr in learning_rates(args))
+    groups = [{"params": actor_parameters, "lr": actor_lr}, {"params": critic_parameters, "lr": critic_lr}]
+    adam = {"eps": 1e-5, "weight_decay": args.weight_decay, "fused": True, "capturable": device.type == "cuda"}
+    optimizer = torch.optim.Adam(groups, **adam)
     episodes = EpisodeStats(N, args.games_to_track)
     next_obs = next_critic_obs = None
     if state:
@@ -497,8 +499,9 @@ def main(args: Args) -> dict[str, float]:
     old_mean, old_log_sigma = torch.zeros_like(actions), torch.zeros_like(actions)
     old_values, values, returns, targets = (torch.zeros_like(rewards) for _ in range(4))
     old_logprobs, advantages, terminations, truncations = new(), new(), new(dtype=torch.bool), new(dtype=torch.bool)
-    batch = {"obs": obs, "critic_obs": critic_obs, "actions": actions, "old_mean": old_mean, "old_log_sigma": old_log_sigma,
-             "old_logprobs": old_logprobs, "old_values": old_values, "advantages": advantages, "targets": targets}  # fmt: skip
+    batch = {"obs": obs, "critic_obs": critic_obs, "actions": actions, "old_mean": old_mean,
+             "old_log_sigma": old_log_sigma, "old_logprobs": old_logprobs, "old_values": old_values,
+             "advantages": advantages, "targets": targets}  # fmt: skip
     batch = {name: x.flatten(0, 1) for name, x in batch.items()}  # views, [B, ..]
     in_order = torch.arange(B, device=device).view(G, -1)
 
@@ -568,9 +571,10 @@ def main(args: Args) -> dict[str, float]:
 
     def save(names: list[str]) -> None:
         """Write checkpoints (rank 0); every rank must call it, since each has its own random state and envs."""
-        state = {"script": SCRIPT, "env_id": envs.env_id, "args": saved_args, "agent_kwargs": kwargs, "agent": agent.state_dict(),
-                 "optimizer": optimizer.state_dict(), "global_step": global_step, "best_return": best_return,
-                 "seconds": logger.seconds(), "ranks": checkpoint.gather_ranks(envs, episodes)}  # fmt: skip
+        state = {"script": SCRIPT, "env_id": envs.env_id, "args": saved_args, "agent_kwargs": kwargs,
+                 "agent": agent.state_dict(), "optimizer": optimizer.state_dict(), "global_step": global_step,
+                 "best_return": best_return, "seconds": logger.seconds(),
+                 "ranks": checkpoint.gather_ranks(envs, episodes)}  # fmt: skip
         for name in dict.fromkeys(names) if rank == 0 else ():
             checkpoint.save(run_dir / name, state)
 
@@ -652,7 +656,7 @@ def main(args: Args) -> dict[str, float]:
             logger.log(global_step, log, force_line=bool(stop_reason) or iteration == 1)
             if stop_reason:
                 break
-    logger.close(f"stopped at global_step={global_step}: {stop_reason or 'total_timesteps had been reached'}; {run_dir}/last.pt")
+    logger.close(f"stopped at global_step={global_step}: {stop_reason or 'nothing left to do'}; {run_dir}/last.pt")
     envs.close()
     distributed.close()
     return log

@@ -17,7 +17,7 @@ from common.logger import EpisodeStats
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
-    """Write `state` (tensors, numbers, strings, and lists, tuples and dicts of them) so that `path` is never half a file.
+    """Write `state` (tensors, numbers, strings; lists, tuples and dicts of them) so that `path` is never half a file.
 
     A kill at any moment, a full disk included, leaves either the old file or the new one.
     """
@@ -74,7 +74,7 @@ def check_compatible(
     agent_kwargs: dict[str, Any],
     network_args: tuple[str, ...],
 ) -> None:
-    """Raises InputError if env, spaces or any of the Args fields that shape the network differ from the checkpoint's."""
+    """Raises InputError if env, spaces or an Args field that shapes the network differs from the checkpoint's."""
     if state["env_id"] != env_id:
         raise InputError(
             f"checkpoint {path} is of {state['env_id']}, not of {env_id}; train the new one from the start"
@@ -87,9 +87,8 @@ def check_compatible(
             )
     for name, new in agent_kwargs.items():
         if state["agent_kwargs"][name] != new:
-            raise InputError(
-                f"checkpoint {path} has {name} = {state['agent_kwargs'][name]}, but the environment has {new} (see --env-kwargs)"
-            )
+            old = state["agent_kwargs"][name]
+            raise InputError(f"checkpoint {path} has {name} {old}, the environment has {new}; see --env-kwargs")
 
 
 def newest(run_dir: Path) -> Path | None:

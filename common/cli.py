@@ -19,7 +19,7 @@ from common.errors import InputError
 
 
 def run(main: Callable[[Any], Any], args_type: type) -> None:
-    """Parse sys.argv into args_type and call main; a checkpoint named by --resume or --checkpoint gives the defaults."""
+    """Parse sys.argv into args_type and call main; a checkpoint that is resumed or played gives the defaults."""
     name = Path(sys.argv[0]).name
     try:
         main(parse(args_type, sys.argv[1:]))

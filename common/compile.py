@@ -20,9 +20,9 @@ def compile_pure(fn: Callable, enabled: bool) -> Callable:
 def cuda_graph(fn: Callable[[Tensor], Tensor], enabled: bool, warmup: int = 3) -> Callable[[Tensor], Tensor]:
     """Record fn once as a CUDA graph, then replay it; fn itself when not enabled.
 
-    fn takes one tensor of constant shape, reads and writes tensors at fixed addresses, and returns one tensor, which the
-    next call overwrites. Each call is exactly one execution of fn: the first `warmup` calls run it eagerly on a side
-    stream (lazy optimizer state, compilation), then it is captured, which executes nothing, and replayed.
+    fn takes one tensor of constant shape, reads and writes tensors at fixed addresses, and returns one tensor, which
+    the next call overwrites. Each call is exactly one execution of fn: the first `warmup` calls run it eagerly on a
+    side stream (lazy optimizer state, compilation), then it is captured, which executes nothing, and replayed.
     """
     if not enabled:
         return fn
@@ -54,8 +54,8 @@ class TorchThreads:
 
     Small matrices are slower on two threads than on one, and large ones too while another process holds a core, because
     the threads wait for each other in spinning barriers. So the first updates try each candidate in turn, the fastest
-    is kept, and every `recheck` updates the trial is repeated. A fixed number (`threads` > 0) is used as given: sums are
-    then split the same way in every run, which bit-equal repetition needs.
+    is kept, and every `recheck` updates the trial is repeated. A fixed number (`threads` > 0) is used as given: sums
+    are then split the same way in every run, which bit-equal repetition needs.
     """
 
     def __init__(self, threads: int, device: torch.device, trials: int = 3, recheck: int = 200):

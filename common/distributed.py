@@ -60,7 +60,7 @@ def average(x: Tensor) -> Tensor:
 
 
 def average_gradients(parameters: list[nn.Parameter], extra: Tensor) -> Tensor:
-    """Replace each gradient by its mean over ranks in one flat all-reduce; returns the mean of `extra` [K], which rides along."""
+    """Replace gradients by their mean over ranks; returns the mean of `extra` [K], from the same flat all-reduce."""
     if not is_parallel():
         return extra
     grads = [p.grad for p in parameters if p.grad is not None]

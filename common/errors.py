@@ -21,9 +21,8 @@ def check_range(args: Any, low: float, high: float, names: str) -> None:
     for name in names.split():
         value = getattr(args, name)
         if value is not None and not low <= value <= high:
-            raise InputError(
-                f"{flag(name)} {value}: must be {f'between {low} and {high}' if high < float('inf') else f'at least {low}'}"
-            )
+            limit = f" and at most {high}" if high < float("inf") else ""
+            raise InputError(f"{flag(name)} {value}: must be at least {low}{limit}")
 
 
 def check_positive(args: Any, names: str) -> None:
@@ -63,5 +62,5 @@ def check_finite(
             raise InputError(
                 f"{name} of env {env} is NaN or infinite at step {total} (step {step} of iteration {iteration}); {kept}"
             )
-    raise InputError(f"the loss was NaN or infinite in {bad_steps:.0f} gradient steps of iteration {iteration}; {kept}; "
-                     "try a lower --learning-rate")  # fmt: skip
+    what = f"the loss was NaN or infinite in {bad_steps:.0f} gradient steps of iteration {iteration}"
+    raise InputError(f"{what}; {kept}; try a lower --learning-rate")

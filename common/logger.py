@@ -59,8 +59,8 @@ def import_wandb():
 class Logger:
     """Writes metrics of rank 0 into run_dir; does nothing on other ranks.
 
-    Rows of metrics.jsonl after `global_step` (env transitions) are dropped first: a resumed run continues one step axis,
-    without the steps that a crash lost.
+    Rows of metrics.jsonl after `global_step` (env transitions) are dropped first: a resumed run continues one step
+    axis, without the steps that a crash lost.
     """
 
     def __init__(
@@ -131,7 +131,8 @@ class Logger:
             "kl": "losses/approx_kl",
         }
         values = " ".join(f"{k}={metrics[v]:.4g}" for k, v in shown.items() if v in metrics)
-        return f"global_step={global_step} {global_step / self.total:.1%} {values} SPS={self.sps(global_step):.0f} ({share}) eta={eta:.0f}s"
+        speed = f"SPS={self.sps(global_step):.0f} ({share}) eta={eta:.0f}s"
+        return f"global_step={global_step} {global_step / self.total:.1%} {values} {speed}"
 
     def close(self, last_line: str) -> None:
         if self.active:
@@ -143,7 +144,7 @@ class Logger:
 
 
 class EpisodeStats:
-    """Returns and lengths of finished episodes, from raw rewards; the window is the last `window` episodes over all ranks."""
+    """Raw returns and lengths of finished episodes; the window holds the last `window` of them over all ranks."""
 
     def __init__(self, num_envs: int, window: int):
         self.returns = torch.zeros(num_envs, dtype=torch.float64)
@@ -152,7 +153,7 @@ class EpisodeStats:
         self.episodes = 0
 
     def update(self, rewards: Tensor, dones: Tensor) -> None:
-        """Count a rollout: rewards [T, N] raw, dones [T, N] bool. Reads them on the host, so call it once an iteration."""
+        """Count a rollout: raw rewards and dones [T, N]. Reads them on the host, so call it once an iteration."""
         rewards, dones = rewards.double().cpu(), dones.cpu()
         finished = []
         for reward, done, any_done in zip(rewards, dones, dones.any(1).tolist(), strict=True):

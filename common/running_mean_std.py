@@ -8,9 +8,9 @@ from torch import Tensor, nn
 class RunningMeanStd(nn.Module):
     """Per-feature population mean and variance of everything `update` has seen; `forward` only reads them.
 
-    Accumulators are float64 and int64: a float32 count stops at 2**24, and E[x^2] - E[x]^2 in float32 loses the variance
-    of data far from zero. Before the first update the statistics are mean 0 and variance 1, so that forward is the
-    identity.
+    Accumulators are float64 and int64: a float32 count stops at 2**24, and E[x^2] - E[x]^2 in float32 loses the
+    variance of data far from zero. Before the first update the statistics are mean 0 and variance 1, so that forward is
+    the identity.
 
     Chan, Golub and LeVeque 1979, the pairwise update: http://i.stanford.edu/pub/cstr/reports/cs/tr/79/773/CS-TR-79-773.pdf
     """

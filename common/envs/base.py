@@ -3,6 +3,7 @@
 Shapes: N num_envs, O observation shape, C critic observation shape, A action dims, V reward heads, K actions.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +12,11 @@ from gymnasium import spaces
 from torch import Tensor
 
 from common.errors import InputError
+
+PRIVILEGED = (
+    ("policy", "critic"),
+    ("state", "privileged_state"),
+)  # a Dict observation's keys: the actor's, the critic's
 
 
 class Step(NamedTuple):
@@ -61,9 +67,11 @@ class VecEnv:
     value_size: int = 1
     """number of reward heads (V)"""
     max_episode_steps: int | None = None
+    action_mask: Tensor | None = None
+    """[N, K] bool for the obs that reset or step returned last; None where every action is always allowed"""
 
     def reset(self) -> tuple[Tensor, Tensor]:
-        """Start an episode in every env; returns obs [N, *O] and critic_obs [N, *C]. The seed acts on the first call."""
+        """Start an episode in every env; returns obs [N, *O] and critic_obs [N, *C]. The seed acts on the first."""
         raise NotImplementedError
 
     def step(self, actions: Tensor) -> Step:
@@ -71,7 +79,7 @@ class VecEnv:
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Everything needed to continue exactly (tensors, numbers, strings), or None where the simulator cannot tell."""
+        """What it takes to continue exactly (tensors, numbers, strings), or None where the simulator cannot tell."""
         return None
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -83,53 +91,101 @@ class VecEnv:
 
 
 def host_to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """A tensor of a fresh array; floats become float32 before they travel (some devices have no float64)."""
+    """A tensor of a fresh array; float64 becomes float32 before it travels (some devices have no float64)."""
     if array.dtype == np.float64:
         array = array.astype(np.float32)
-    return torch.from_numpy(array).to(device, non_blocking=True)
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.to(device, non_blocking=device.type == "cuda")
+
+
+def action_box(space: spaces.Space, env_id: str) -> spaces.Space:
+    """The action space as tensors are: a flat float32 Box, Discrete or MultiDiscrete. Raises InputError for others."""
+    if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):
+        low, high = (np.asarray(bound, np.float32).reshape(-1) for bound in (space.low, space.high))
+        return spaces.Box(low, high, dtype=np.float32)
+    if isinstance(space, (spaces.Discrete, spaces.MultiDiscrete)):
+        return space
+    raise InputError(f"{env_id} has {space} actions; supported are a Box of floats, Discrete and MultiDiscrete")
 
 
 def clamped(actions: Tensor, space: spaces.Space) -> np.ndarray:
     """Actions on the host, inside a Box's bounds (a new array), or shifted to a discrete space's start."""
-    array = actions.detach().cpu().numpy()
+    array = actions.numpy(force=True)
     if isinstance(space, spaces.Box):
         return np.clip(array, space.low, space.high)
-    return (array + getattr(space, "start", 0)).astype(space.dtype)
+    return (array + space.start).astype(space.dtype)
+
+
+class ObservationReader:
+    """From a simulator's numpy observations to the contract's; what to do is decided once, from its space.
+
+    Vectors become float32, a Dict of vectors is concatenated in key order, Discrete becomes one-hot, uint8 images stay.
+    In a Dict, "action_mask" is split off; where just a PRIVILEGED pair is left, its second part is the critic's alone.
+    """
+
+    def __init__(self, space: spaces.Space | dict, env_id: str):
+        parts = dict(space.items()) if isinstance(space, (dict, spaces.Dict)) else {}
+        self.has_mask = parts.pop("action_mask", None) is not None
+        self.pair = next((pair for pair in PRIVILEGED if set(pair) == set(parts)), None)
+        if self.pair:
+            self.policy, self.critic = (parts[key] for key in self.pair)
+        else:
+            self.policy, self.critic = spaces.Dict(list(parts.items())) if parts else space, None
+        self.observation_space = self.critic_observation_space = flat_space(self.policy, env_id)
+        if self.pair:
+            self.critic_observation_space = flat_space(self.critic, env_id)
+
+    def read(self, obs: Any, rows: int) -> list[np.ndarray]:
+        """Fresh arrays of `rows` envs: obs, critic obs (the same array where there is none) and, if any, the mask."""
+        if self.pair:
+            arrays = [flatten(obs[self.pair[0]], self.policy, rows), flatten(obs[self.pair[1]], self.critic, rows)]
+        else:
+            arrays = [flatten(obs, self.policy, rows)] * 2
+        return [*arrays, np.array(obs["action_mask"], bool).reshape(rows, -1)] if self.has_mask else arrays
+
+    def replaced(self, arrays: list[np.ndarray], ids: np.ndarray, rows: list[np.ndarray]) -> list[np.ndarray]:
+        """Copies of what read() returned, with other rows at ids."""
+        result = [arrays[0].copy()] * 2 if arrays[1] is arrays[0] else [arrays[0].copy(), arrays[1].copy()]
+        result += [mask.copy() for mask in arrays[2:]]
+        for array, row in zip(result, rows, strict=True):
+            array[ids] = row
+        return result
+
+
+def to_tensors(arrays: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What read() returned as obs, critic obs (the same tensor where it is the same array) and action mask."""
+    obs = host_to_device(arrays[0], device)
+    critic_obs = obs if arrays[1] is arrays[0] else host_to_device(arrays[1], device)
+    return obs, critic_obs, host_to_device(arrays[2], device) if len(arrays) > 2 else None
 
 
 def flat_space(space: spaces.Space, env_id: str) -> spaces.Box:
-    """The Box of the tensors an adapter makes: a float32 vector, or a uint8 image. Raises InputError for what has no such form."""
+    """The Box of an adapter's tensors: a float32 vector or a uint8 image. Raises InputError for any other space."""
     if isinstance(space, spaces.Dict):
         parts = [flat_space(part, env_id) for part in space.values()]
         if any(len(part.shape) != 1 for part in parts):
-            raise InputError(
-                f"{env_id} has a dictionary with images as observation; only vectors can be concatenated here"
-            )
+            raise InputError(f"{env_id} has a dictionary with images as observation; only vectors can be concatenated")
         return spaces.Box(-np.inf, np.inf, (sum(part.shape[0] for part in parts),), np.float32)
     if isinstance(space, spaces.Discrete):
         return spaces.Box(0, 1, (int(space.n),), np.float32)
     if not isinstance(space, spaces.Box):
-        raise InputError(
-            f"{env_id} has {type(space).__name__} observations, which are not supported: give a Box, Discrete or Dict of them"
-        )
-    if space.dtype == np.uint8 and len(space.shape) == 3:
-        return space
-    return spaces.Box(-np.inf, np.inf, (int(np.prod(space.shape)),), np.float32)
+        kind = type(space).__name__
+        raise InputError(f"{env_id} has {kind} observations; supported are Box, Discrete and a Dict of them")
+    return space if is_image(space) else spaces.Box(-np.inf, np.inf, (int(np.prod(space.shape)),), np.float32)
 
 
-def split_dict(space: spaces.Space) -> tuple[spaces.Space, spaces.Space | None]:
-    """The policy's and the critic's part of an observation space; None where the env has no privileged state."""
-    if isinstance(space, spaces.Dict) and set(space.keys()) == {"policy", "critic"}:
-        return space["policy"], space["critic"]
-    return space, None
+def is_image(space: spaces.Space) -> bool:
+    return space.dtype == np.uint8 and len(space.shape) == 3
 
 
 def flatten(obs: Any, space: spaces.Space, rows: int) -> np.ndarray:
-    """A fresh array of one row an env, as flat_space says: float32 vectors (Discrete as one-hot), uint8 images as they are."""
+    """A fresh array of one row an env, as flat_space says."""
     if isinstance(space, spaces.Dict):
         return np.concatenate([flatten(obs[key], part, rows) for key, part in space.items()], 1)
     if isinstance(space, spaces.Discrete):
-        return np.eye(space.n, dtype=np.float32)[np.asarray(obs).reshape(rows) - space.start]
-    if space.dtype == np.uint8 and len(space.shape) == 3:
+        one_hot = np.zeros((rows, int(space.n)), np.float32)
+        one_hot[np.arange(rows), np.asarray(obs).reshape(rows) - int(space.start)] = 1
+        return one_hot
+    if is_image(space):
         return np.array(obs).reshape(rows, *space.shape)
     return np.array(obs, np.float32).reshape(rows, -1)

@@ -15,17 +15,16 @@ from typing import Any
 import envpool
 import numpy as np
 import torch
-from gymnasium import spaces
 from torch import Tensor
 
-from common.envs.base import Step, VecEnv, clamped, flat_space, flatten, host_to_device
+from common.envs.base import ObservationReader, Step, VecEnv, action_box, clamped, host_to_device, is_image, to_tensors
 from common.errors import InputError
 
 SLOW_START = 512  # from this many envs on, creation takes seconds (each parses its model) and is worth a message
 
 
 class EnvpoolVecEnv(VecEnv):
-    """Any single-player envpool task; observations that are dictionaries of vectors are concatenated in key order."""
+    """Any single-player envpool task."""
 
     def __init__(self, name: str, num_envs: int, device: torch.device, seed: int, env_kwargs: dict[str, Any]):
         self.env_id, self.num_envs, self.device = f"envpool/{name}", num_envs, device
@@ -33,40 +32,54 @@ class EnvpoolVecEnv(VecEnv):
         try:
             spec = envpool.make_spec(name, **{k: v for k, v in options.items() if k != "num_envs"})
             if spec.config.max_num_players > 1:
-                raise InputError(f"{self.env_id} has several players, which needs the multi-agent script")
+                raise InputError(f"{self.env_id} has several players, which is not supported by this script yet")
+            self.reader = ObservationReader(spec.gymnasium_observation_space, self.env_id)
+            self.action_space = action_box(spec.gymnasium_action_space, self.env_id)
+            self.max_episode_steps = getattr(spec.config, "max_episode_steps", None)
+            self.time_limit = self._own_time_limit()
+            if self.time_limit:
+                options["max_episode_steps"] = self.time_limit + 1
             with _heartbeat(f"creating {num_envs} x {name}", num_envs):
                 self.envs = envpool.make(name, env_type="gymnasium", **options)
-        except (TypeError, ValueError, KeyError, AssertionError, RuntimeError) as error:
+        except (TypeError, ValueError, KeyError, AssertionError, RuntimeError, ImportError) as error:
             if isinstance(error, InputError):
                 raise
-            raise InputError(f"{self.env_id} with --env-kwargs {env_kwargs}: {str(error).splitlines()[0]}") from None
-        self.max_episode_steps = getattr(spec.config, "max_episode_steps", None)
-        self.action_space = self.envs.action_space
-        if isinstance(self.action_space, spaces.Box):
-            low, high = (np.asarray(bound, np.float32) for bound in (self.action_space.low, self.action_space.high))
-            self.action_space = spaces.Box(low, high, dtype=np.float32)
-        self.raw_space = self.envs.observation_space
-        self.observation_space = self.critic_observation_space = flat_space(self.raw_space, self.env_id)
+            raise InputError(f"{self.env_id}, options {env_kwargs}: {str(error).splitlines()[0]}") from error
+        self.observation_space = self.reader.observation_space
+        self.critic_observation_space = self.reader.critic_observation_space
+
+    def _own_time_limit(self) -> int | None:
+        """The step in which the adapter truncates, or None to leave that to envpool.
+
+        envpool reports an env that terminates in its last allowed step as truncated, and its value would be bootstrapped.
+        So it is given one step more and the cut is made here; not for Atari, where a reset before the game is over
+        would only go on to the next life.
+        """
+        unlimited = self.max_episode_steps is None or self.max_episode_steps >= 2**31 - 1
+        return None if unlimited or is_image(self.reader.observation_space) else self.max_episode_steps
 
     def reset(self) -> tuple[Tensor, Tensor]:
-        obs = host_to_device(flatten(self.envs.reset()[0], self.raw_space, self.num_envs), self.device)
-        return obs, obs
+        arrays = self.reader.read(self.envs.reset()[0], self.num_envs)
+        obs, critic_obs, self.action_mask = to_tensors(arrays, self.device)
+        return obs, critic_obs
 
     def step(self, actions: Tensor) -> Step:
-        raw_obs, rewards, terminations, truncations, _ = self.envs.step(clamped(actions, self.action_space))
-        obs, final_obs = flatten(raw_obs, self.raw_space, self.num_envs), None
+        raw_obs, rewards, terminations, truncations, info = self.envs.step(clamped(actions, self.action_space))
+        arrays, final_obs, final_critic_obs = self.reader.read(raw_obs, self.num_envs), None, None
+        if self.time_limit:
+            truncations = info["elapsed_step"] >= self.time_limit
         dones = terminations | truncations
         if dones.any():
             truncations = truncations & ~terminations
             if truncations.any():
-                final_obs = host_to_device(obs.copy(), self.device)
+                final_obs, final_critic_obs, _ = to_tensors(arrays, self.device)
             ids = np.flatnonzero(dones)
-            obs[ids] = flatten(self.envs.reset(ids)[0], self.raw_space, len(ids))
-        obs = host_to_device(obs, self.device)
-        rewards, terminations, truncations = (
+            arrays = self.reader.replaced(arrays, ids, self.reader.read(self.envs.reset(ids)[0], len(ids)))
+        obs, critic_obs, self.action_mask = to_tensors(arrays, self.device)
+        rewards, terminations, truncations = [
             host_to_device(x, self.device) for x in (rewards, terminations, truncations)
-        )
-        return Step(obs, obs, rewards, terminations, truncations, final_obs, final_obs)
+        ]
+        return Step(obs, critic_obs, rewards, terminations, truncations, final_obs, final_critic_obs, self.action_mask)
 
     def close(self) -> None:
         self.envs.close()
