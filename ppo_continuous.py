@@ -27,7 +27,7 @@ from common import envs as vecenvs
 from common.compile import TorchThreads, compile_pure, cuda_graph
 from common.envs.base import VecEnv
 from common.errors import InputError, check_divides, check_finite, check_positive, check_range
-from common.logger import EpisodeStats, Logger, create_run_dir
+from common.logger import EpisodeStats, Logger, create_run_dir, import_wandb
 from common.running_mean_std import RunningMeanStd
 
 SCRIPT = "ppo_continuous"
@@ -455,7 +455,9 @@ def main(args: Args) -> dict[str, float]:
     num_iterations = args.total_timesteps // batch_size
     if num_iterations < 1 + seeding:
         raise InputError(f"--total-timesteps {args.total_timesteps}: needs {(1 + seeding) * batch_size} or more, an "
-                         f"iteration is {batch_size} (num_envs*num_steps*ranks); the first seeds normalisers")  # fmt: skip
+                         f"iteration is {batch_size} (num_envs*num_steps*ranks); the first only seeds")  # fmt: skip
+    if args.track:
+        import_wandb()
     resume = cli.resume_path(args)
     state = checkpoint.load_for(SCRIPT, resume, device) if resume else None
     global_step, best_return = (state["global_step"], state["best_return"]) if state else (0, -math.inf)

@@ -83,9 +83,11 @@ def _tyro(args_type: type, argv: list[str], default: Any) -> Any:
     except SystemExit as stop:
         if stop.code in (0, None):
             raise
-        text = re.sub(r"\x1b\[[0-9;]*m|[╭╮╰╯│─┌┐└┘|]+", " ", printed.getvalue())
-        text = " ".join(text.split()).removeprefix("Parsing error ").removeprefix("Unrecognized options ")
-        text = re.split(r" For full helptext| --------", text)[0]
+        # tyro's box of several lines as one: without frame, headings and the help text of the flag.
+        text = " ".join(re.sub(r"\x1b\[[0-9;]*m|[╭╮╰╯│─┌┐└┘]+", " ", printed.getvalue()).split())
+        text = re.split(r" For full helptext| Argument helptext| --------", text)[0]
+        headings = r"(Value error|Parsing error|Invalid choice|Unrecognized options(?= Un))"
+        text = re.sub(rf"^({headings} )*(Error parsing Args: )?", "", text)
         raise InputError(f"{text} (see --help)") from None
 
 

@@ -112,13 +112,13 @@ class ZeroDim(Toy):
 
 
 class Matrix(Toy):
-    """Observation [2, 3], action [2, 2]; the reward is action[0, 1] + 10 action[1, 0]."""
+    """Whole numbers [2, 3] as observation, action [2, 2]; the reward is action[0, 1] + 10 action[1, 0]."""
 
-    observation_space = spaces.Box(-np.inf, np.inf, (2, 3), np.float64)
+    observation_space = spaces.Box(-99, 99, (2, 3), np.int64)
     action_space = spaces.Box(-1, 1, (2, 2), np.float32)
 
     def observe(self):
-        return np.arange(6.0).reshape(2, 3) + self.t
+        return np.arange(6).reshape(2, 3) + self.t
 
     def reward(self, action):
         return np.float64(action[0, 1] + 10 * action[1, 0])

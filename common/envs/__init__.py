@@ -6,9 +6,10 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-import gymnasium
 import numpy as np
 import torch
+from gymnasium import Space, spaces
+from gymnasium.envs.registration import registry  # the name gymnasium is taken here, by the adapter
 
 from common.envs.base import VecEnv
 from common.errors import InputError
@@ -73,7 +74,7 @@ def resolve(env_id: str) -> tuple[str, str]:
     prefix, _, rest = env_id.partition("/")
     if ":" in env_id:
         return "gym", env_id.removeprefix("gym/")
-    envpool_ids, gym_ids = _envpool_ids(), list(gymnasium.registry)
+    envpool_ids, gym_ids = _envpool_ids(), list(registry)
     if env_id in envpool_ids:  # some of its ids have a slash of their own
         return "envpool", env_id
     if rest and prefix == "envpool":
@@ -127,6 +128,6 @@ def _envpool_ids() -> list[str]:
     return list(envpool.list_all_envs())
 
 
-def _brief(space: gymnasium.Space) -> str:
+def _brief(space: Space) -> str:
     shape = "x".join(map(str, space.shape))
-    return shape if isinstance(space, gymnasium.spaces.Box) else str(space)
+    return shape if isinstance(space, spaces.Box) else str(space)

@@ -91,7 +91,7 @@ class VecEnv:
 
 
 def host_to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """A tensor of a fresh array; float64 becomes float32 before it travels (some devices have no float64)."""
+    """A tensor of an array that nobody writes again; float64 becomes float32 before it travels (some devices have no float64)."""
     if array.dtype == np.float64:
         array = array.astype(np.float32)
     tensor = torch.from_numpy(array)
@@ -136,12 +136,15 @@ class ObservationReader:
             self.critic_observation_space = flat_space(self.critic, env_id)
 
     def read(self, obs: Any, rows: int) -> list[np.ndarray]:
-        """Fresh arrays of `rows` envs: obs, critic obs (the same array where there is none) and, if any, the mask."""
+        """Arrays of `rows` envs: obs, critic obs (the same array where there is none) and, if any, the mask.
+
+        They may share the memory of `obs`, which the simulator must not write again.
+        """
         if self.pair:
             arrays = [flatten(obs[self.pair[0]], self.policy, rows), flatten(obs[self.pair[1]], self.critic, rows)]
         else:
             arrays = [flatten(obs, self.policy, rows)] * 2
-        return [*arrays, np.array(obs["action_mask"], bool).reshape(rows, -1)] if self.has_mask else arrays
+        return [*arrays, np.asarray(obs["action_mask"], bool).reshape(rows, -1)] if self.has_mask else arrays
 
     def replaced(self, arrays: list[np.ndarray], ids: np.ndarray, rows: list[np.ndarray]) -> list[np.ndarray]:
         """Copies of what read() returned, with other rows at ids."""
@@ -179,7 +182,7 @@ def is_image(space: spaces.Space) -> bool:
 
 
 def flatten(obs: Any, space: spaces.Space, rows: int) -> np.ndarray:
-    """A fresh array of one row an env, as flat_space says."""
+    """An array of one row an env, as flat_space says."""
     if isinstance(space, spaces.Dict):
         return np.concatenate([flatten(obs[key], part, rows) for key, part in space.items()], 1)
     if isinstance(space, spaces.Discrete):
@@ -187,5 +190,5 @@ def flatten(obs: Any, space: spaces.Space, rows: int) -> np.ndarray:
         one_hot[np.arange(rows), np.asarray(obs).reshape(rows) - int(space.start)] = 1
         return one_hot
     if is_image(space):
-        return np.array(obs).reshape(rows, *space.shape)
-    return np.array(obs, np.float32).reshape(rows, -1)
+        return np.asarray(obs).reshape(rows, *space.shape)
+    return np.asarray(obs, np.float32).reshape(rows, -1)

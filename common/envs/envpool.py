@@ -51,9 +51,9 @@ class EnvpoolVecEnv(VecEnv):
     def _own_time_limit(self) -> int | None:
         """The step in which the adapter truncates, or None to leave that to envpool.
 
-        envpool reports an env that terminates in its last allowed step as truncated, and its value would be bootstrapped.
-        So it is given one step more and the cut is made here; not for Atari, where a reset before the game is over
-        would only go on to the next life.
+        envpool reports an env that terminates in its last allowed step as truncated, and its value would be
+        bootstrapped. So it is given one step more and the cut is made here; not for Atari, where a reset before the
+        game is over would only go on to the next life.
         """
         unlimited = self.max_episode_steps is None or self.max_episode_steps >= 2**31 - 1
         return None if unlimited or is_image(self.reader.observation_space) else self.max_episode_steps

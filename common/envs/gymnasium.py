@@ -36,7 +36,9 @@ class GymnasiumVecEnv(VecEnv):
             probe = gymnasium.make(name, disable_env_checker=True, **options)
         except Exception as error:  # from any code of the user's: an unknown option, a missing package, a typing error
             reason = (str(error) or repr(error)).splitlines()[0]
-            raise InputError(f"{self.env_id} with options {env_kwargs}: {type(error).__name__}: {reason}") from error
+            missing = isinstance(error, ImportError) and ":" not in name
+            hint = "; pip install -r requirements.txt" if missing else f" (options {env_kwargs})"
+            raise InputError(f"{self.env_id}: {type(error).__name__}: {reason}{hint}") from error
         self.max_episode_steps = probe.spec.max_episode_steps
         self.reader = ObservationReader(probe.observation_space, self.env_id)
         self.observation_space = self.reader.observation_space
@@ -47,9 +49,9 @@ class GymnasiumVecEnv(VecEnv):
         parallel = num_envs > 1 and (os.cpu_count() or 1) > 1
         mode = mode or ("async" if parallel and _step_seconds(probe) > ASYNC_SECONDS else "sync")
         probe.close()
-        self.envs = gymnasium.make_vec(
-            name, num_envs, mode, {"autoreset_mode": AutoresetMode.SAME_STEP}, disable_env_checker=True, **options
-        )
+        # With copy every array that it returns is new, so tensors can share its memory.
+        settings = {"autoreset_mode": AutoresetMode.SAME_STEP, "copy": True}
+        self.envs = gymnasium.make_vec(name, num_envs, mode, settings, disable_env_checker=True, **options)
         if mode == "sync" and self.value_size > 1:  # Gymnasium's own buffer has room for one reward an env only
             self.envs._rewards = np.zeros((num_envs, self.value_size))
 
@@ -72,7 +74,7 @@ class GymnasiumVecEnv(VecEnv):
                 finals = self.reader.replaced(finals, i, self.reader.read(info["final_obs"][i], 1))
             final_obs, final_critic_obs, _ = to_tensors(finals, self.device)
         obs, critic_obs, self.action_mask = to_tensors(arrays, self.device)
-        flags = (host_to_device(np.array(x), self.device) for x in (rewards, terminations, truncations))
+        flags = (host_to_device(x, self.device) for x in (rewards, terminations, truncations))
         return Step(obs, critic_obs, *flags, final_obs, final_critic_obs, self.action_mask)
 
     def close(self) -> None:
