@@ -3,6 +3,7 @@
 Shapes: N num_envs, O observation shape, C critic observation shape, A action dims, V reward heads, K actions.
 """
 
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -90,8 +91,13 @@ class VecEnv:
         """Free the simulator; may be called twice."""
 
 
+def available_cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def host_to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """A tensor of an array that nobody writes again; float64 becomes float32 before it travels (some devices have no float64)."""
+    """A tensor of an array that nobody writes again; float64 becomes float32 first, since some devices lack it."""
     if array.dtype == np.float64:
         array = array.astype(np.float32)
     tensor = torch.from_numpy(array)

@@ -5,7 +5,6 @@ observation. In synchronous mode `reset(ids)` resets just those rows, so an ende
 exists.
 """
 
-import os
 import sys
 import threading
 import time
@@ -17,10 +16,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.envs.base import ObservationReader, Step, VecEnv, action_box, clamped, host_to_device, is_image, to_tensors
+from common.envs.base import (
+    ObservationReader,
+    Step,
+    VecEnv,
+    action_box,
+    available_cores,
+    clamped,
+    host_to_device,
+    is_image,
+    to_tensors,
+)
 from common.errors import InputError
 
 SLOW_START = 512  # from this many envs on, creation takes seconds (each parses its model) and is worth a message
+# Tasks whose step is cheaper than waking a thread, by the beginning of their names.
+CHEAP = tuple("Acrobot Blackjack CartPole Catch CliffWalking FrozenLake MountainCar NChain Pendulum Taxi".split())
 
 
 class EnvpoolVecEnv(VecEnv):
@@ -76,33 +87,15 @@ class EnvpoolVecEnv(VecEnv):
             ids = np.flatnonzero(dones)
             arrays = self.reader.replaced(arrays, ids, self.reader.read(self.envs.reset(ids)[0], len(ids)))
         obs, critic_obs, self.action_mask = to_tensors(arrays, self.device)
-        rewards, terminations, truncations = [
-            host_to_device(x, self.device) for x in (rewards, terminations, truncations)
-        ]
-        return Step(obs, critic_obs, rewards, terminations, truncations, final_obs, final_critic_obs, self.action_mask)
+        results = (host_to_device(x, self.device) for x in (rewards, terminations, truncations))
+        return Step(obs, critic_obs, *results, final_obs, final_critic_obs, self.action_mask)
 
     def close(self) -> None:
         self.envs.close()
 
 
 def _threads(name: str, num_envs: int) -> int:
-    """Steps of classic control are cheaper than waking a thread."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    cheap = name.startswith(
-        (
-            "CartPole",
-            "Pendulum",
-            "MountainCar",
-            "Acrobot",
-            "Catch",
-            "FrozenLake",
-            "Taxi",
-            "NChain",
-            "CliffWalking",
-            "Blackjack",
-        )
-    )
-    return 1 if cheap else min(cores, num_envs)
+    return 1 if name.startswith(CHEAP) else min(available_cores(), num_envs)
 
 
 @contextmanager

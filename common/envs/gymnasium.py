@@ -12,7 +12,16 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
-from common.envs.base import ObservationReader, Step, VecEnv, action_box, clamped, host_to_device, to_tensors
+from common.envs.base import (
+    ObservationReader,
+    Step,
+    VecEnv,
+    action_box,
+    available_cores,
+    clamped,
+    host_to_device,
+    to_tensors,
+)
 from common.errors import InputError
 
 ASYNC_SECONDS = 1e-3  # a step that costs more than this is worth a process
@@ -46,7 +55,7 @@ class GymnasiumVecEnv(VecEnv):
         self.raw_action_space, self.action_space = probe.action_space, action_box(probe.action_space, self.env_id)
         reward_space = getattr(probe.unwrapped, "reward_space", None)
         self.value_size = 1 if reward_space is None else int(np.prod(reward_space.shape))
-        parallel = num_envs > 1 and (os.cpu_count() or 1) > 1
+        parallel = num_envs > 1 and available_cores() > 1
         mode = mode or ("async" if parallel and _step_seconds(probe) > ASYNC_SECONDS else "sync")
         probe.close()
         # With copy every array that it returns is new, so tensors can share its memory.
@@ -69,13 +78,13 @@ class GymnasiumVecEnv(VecEnv):
         arrays, final_obs, final_critic_obs = self.reader.read(raw_obs, self.num_envs), None, None
         truncations = truncations & ~terminations
         if truncations.any():
-            finals = arrays
-            for i in np.flatnonzero(info["_final_obs"]):
-                finals = self.reader.replaced(finals, i, self.reader.read(info["final_obs"][i], 1))
+            ids = np.flatnonzero(info["_final_obs"])
+            lasts = zip(*(self.reader.read(info["final_obs"][i], 1) for i in ids), strict=True)
+            finals = self.reader.replaced(arrays, ids, [np.concatenate(rows) for rows in lasts])
             final_obs, final_critic_obs, _ = to_tensors(finals, self.device)
         obs, critic_obs, self.action_mask = to_tensors(arrays, self.device)
-        flags = (host_to_device(x, self.device) for x in (rewards, terminations, truncations))
-        return Step(obs, critic_obs, *flags, final_obs, final_critic_obs, self.action_mask)
+        results = (host_to_device(x, self.device) for x in (rewards, terminations, truncations))
+        return Step(obs, critic_obs, *results, final_obs, final_critic_obs, self.action_mask)
 
     def close(self) -> None:
         self.envs.close()
