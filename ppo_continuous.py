@@ -402,9 +402,37 @@ def load_agent(path: str | Path, device: str | torch.device = "cpu") -> tuple[Ag
     return agent, state
 
 
+def count_iterations(total_timesteps: int, batch_size: int, seeding: bool) -> int:
+    """Iterations of batch_size env transitions. Raises InputError if none of them would train."""
+    if total_timesteps < (1 + seeding) * batch_size:
+        why = ", twice because the first one only seeds the normalisers" if seeding else ""
+        raise InputError(f"--total-timesteps {total_timesteps}: must be at least {(1 + seeding) * batch_size}, the size of "
+                         f"one iteration (num_envs*num_steps*ranks){why}")  # fmt: skip
+    return total_timesteps // batch_size
+
+
 def learning_rates(args: Args) -> tuple[float, float]:
     """Initial step sizes of actor and critic."""
     return args.learning_rate, args.learning_rate if args.critic_learning_rate is None else args.critic_learning_rate
+
+
+def make_optimizer(agent: Agent, args: Args, state: dict | None) -> torch.optim.Adam:
+    """Adam over an actor and a critic group, restored from a checkpoint's state except for what args change on resume."""
+    critic = [p for name, p in agent.named_parameters() if name.startswith(("critic", "value_head"))]
+    actor = [p for name, p in agent.named_parameters() if not name.startswith(("critic", "value_head"))]
+    device = critic[0].device
+    actor_lr, critic_lr = (torch.tensor(lr, device=device) for lr in learning_rates(args))
+    groups = [{"params": actor, "lr": actor_lr}, {"params": critic, "lr": critic_lr}]
+    adam = {"eps": 1e-5, "weight_decay": args.weight_decay, "fused": True, "capturable": device.type == "cuda"}
+    optimizer = torch.optim.Adam(groups, **adam)
+    if state:
+        optimizer.load_state_dict(state["optimizer"])
+        old_lrs = learning_rates(Args(**state["args"]))
+        for group, lr, old_lr in zip(optimizer.param_groups, learning_rates(args), old_lrs, strict=True):
+            group["weight_decay"] = args.weight_decay
+            if lr != old_lr:
+                group["lr"].fill_(lr)
+    return optimizer
 
 
 @torch.no_grad()
@@ -452,10 +480,7 @@ def main(args: Args) -> dict[str, float]:
     rank, world_size, device = distributed.init(args.device)
     T, N, B, G = args.num_steps, args.num_envs, args.num_steps * args.num_envs, args.num_minibatches
     batch_size, seeding = B * world_size, args.norm_obs or args.norm_value
-    num_iterations = args.total_timesteps // batch_size
-    if num_iterations < 1 + seeding:
-        raise InputError(f"--total-timesteps {args.total_timesteps}: needs {(1 + seeding) * batch_size} or more, an "
-                         f"iteration is {batch_size} (num_envs*num_steps*ranks); the first only seeds")  # fmt: skip
+    num_iterations = count_iterations(args.total_timesteps, batch_size, seeding)
     if args.track:
         import_wandb()
     resume = cli.resume_path(args)
@@ -471,25 +496,13 @@ def main(args: Args) -> dict[str, float]:
     distributed.broadcast(agent)
     torch.manual_seed(vecenvs.derive_seed(args.seed, rank, 1))  # only now: weights are equal on all ranks, noise is not
 
-    critic_parameters = [p for name, p in agent.named_parameters() if name.startswith(("critic", "value_head"))]
-    actor_parameters = [p for name, p in agent.named_parameters() if not name.startswith(("critic", "value_head"))]
-    parameters = actor_parameters + critic_parameters
-    actor_lr, critic_lr = (torch.tensor(lr, device=device) for lr in learning_rates(args))
-    groups = [{"params": actor_parameters, "lr": actor_lr}, {"params": critic_parameters, "lr": critic_lr}]
-    adam = {"eps": 1e-5, "weight_decay": args.weight_decay, "fused": True, "capturable": device.type == "cuda"}
-    optimizer = torch.optim.Adam(groups, **adam)
-    episodes = EpisodeStats(N, args.games_to_track)
-    next_obs = next_critic_obs = None
+    episodes, next_obs, next_critic_obs = EpisodeStats(N, args.games_to_track), None, None
     if state:
         checkpoint.check_compatible(resume, state, args, envs.env_id, kwargs, NETWORK_ARGS)
         agent.load_state_dict(state["agent"])
-        optimizer.load_state_dict(state["optimizer"])
-        old_lrs = learning_rates(Args(**state["args"]))
-        for group, lr, old_lr in zip(optimizer.param_groups, learning_rates(args), old_lrs, strict=True):
-            group["weight_decay"] = args.weight_decay  # what the command line changes on resume holds from here on
-            if lr != old_lr:
-                group["lr"].fill_(lr)
         next_obs, next_critic_obs = checkpoint.restore_rank(state["ranks"], rank, world_size, envs, episodes)
+    optimizer = make_optimizer(agent, args, state)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     lrs = [group["lr"] for group in optimizer.param_groups]  # on the device: a recorded CUDA graph sees them change
 
     # ---- storage: allocated once and written in place, so every address in it is fixed ----
