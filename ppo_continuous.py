@@ -406,8 +406,8 @@ def count_iterations(total_timesteps: int, batch_size: int, seeding: bool) -> in
     """Iterations of batch_size env transitions. Raises InputError if none of them would train."""
     if total_timesteps < (1 + seeding) * batch_size:
         why = ", twice because the first one only seeds the normalisers" if seeding else ""
-        raise InputError(f"--total-timesteps {total_timesteps}: must be at least {(1 + seeding) * batch_size}, the size of "
-                         f"one iteration (num_envs*num_steps*ranks){why}")  # fmt: skip
+        raise InputError(f"--total-timesteps {total_timesteps}: must be at least {(1 + seeding) * batch_size}, an "
+                         f"iteration (num_envs*num_steps*ranks){why}")  # fmt: skip
     return total_timesteps // batch_size
 
 
@@ -417,7 +417,7 @@ def learning_rates(args: Args) -> tuple[float, float]:
 
 
 def make_optimizer(agent: Agent, args: Args, state: dict | None) -> torch.optim.Adam:
-    """Adam over an actor and a critic group, restored from a checkpoint's state except for what args change on resume."""
+    """Adam over an actor and a critic group, restored from a checkpoint except for what args change on resume."""
     critic = [p for name, p in agent.named_parameters() if name.startswith(("critic", "value_head"))]
     actor = [p for name, p in agent.named_parameters() if not name.startswith(("critic", "value_head"))]
     device = critic[0].device
