@@ -87,7 +87,7 @@ class Args:
     # ---- rollout ----
     num_envs: int = 4096
     """parallel environments per rank (N)"""
-    num_steps: int = 16
+    num_steps: int = 8
     """environment steps between updates (T)"""
     gamma: float = 0.99
     """discount per environment step"""
@@ -120,7 +120,7 @@ class Args:
     """layer normalisation after each hidden linear layer"""
     fixed_sigma: bool = True
     """one learnable log-sigma vector; off: log-sigma is a head on the actor's features"""
-    log_sigma_init: float = 0.0
+    log_sigma_init: float = -0.7
     """initial log standard deviation of the policy, in units of the normalised action [-1, 1]"""
     log_sigma_bounds: tuple[float, float] = (-5.0, 2.0)
     """log-sigma approaches these smoothly and never reaches them; it is untouched one unit or more inside"""
@@ -137,7 +137,7 @@ class Args:
     """initial step size of the critic; unset: as learning_rate. The schedule moves both"""
     lr_schedule: Literal["constant", "linear", "adaptive"] = "adaptive"
     """linear: to zero over total_timesteps; adaptive: keep the KL between kl_threshold/2 and 2*kl_threshold"""
-    kl_threshold: float = 0.008
+    kl_threshold: float = 0.03
     """KL from the rollout policy in nats that the adaptive schedule aims for"""
     kl_interval: Literal["minibatch", "epoch"] = "minibatch"
     """how often the adaptive schedule acts"""
@@ -145,9 +145,9 @@ class Args:
     """lower end of the adaptive learning rate"""
     max_lr: float = 1e-3
     """upper end of the adaptive learning rate"""
-    update_epochs: int = 4
+    update_epochs: int = 8
     """passes over each batch"""
-    num_minibatches: int = 16
+    num_minibatches: int = 32
     """gradient steps per pass; must divide num_envs*num_steps"""
     clip_coef: float = 0.2
     """ratio clipping range"""

@@ -172,6 +172,7 @@ def run_job(job: dict[str, Any]) -> None:
 
 def serve() -> None:
     """Read one request a line, answer with one line: {"poll": pid} -> exit status or null, a job -> pid."""
+    importlib.import_module("torch._dynamo")  # every optimizer imports it, which takes seconds
     for line in sys.stdin:
         request = json.loads(line)
         if "poll" in request:
