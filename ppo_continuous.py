@@ -522,9 +522,9 @@ def main(args: Args) -> dict[str, float]:
 
     # ---- hot path ----
     @torch.no_grad()
-    def policy_step(obs: Tensor) -> tuple[Tensor, Tensor]:
+    def policy_step(obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         mean, log_sigma = agent.policy(obs)
-        action = mean + log_sigma.exp() * torch.randn_like(mean)
+        action = mean + log_sigma.exp() * noise
         return action, agent.to_env(action)
 
     @torch.no_grad()
@@ -579,7 +579,7 @@ def main(args: Args) -> dict[str, float]:
     metric_names = [f"losses/{name}" for name in (*METRICS, *agent.extra_losses(obs[0, :2]))]
 
     # ---- train ----
-    run_dir = create_run_dir(SCRIPT, args.env_id, args.seed, args.run_name, resume, rank)
+    run_dir = create_run_dir(SCRIPT, args.env_id, args.seed, args.run_name, resume, args.resume == "auto", rank)
     saved_args, seconds = asdict(replace(args, run_name=run_dir.name, resume=None)), state["seconds"] if state else 0.0
     logger = Logger(run_dir, saved_args, args.total_timesteps, rank, args.track, global_step, seconds)
     evaluation_envs, last_save, stop_reason, log = None, time.perf_counter(), None, {}
@@ -603,7 +603,7 @@ def main(args: Args) -> dict[str, float]:
                 if kwargs["asymmetric"]:
                     critic_obs[t] = next_critic_obs
                 with logger.phase("policy"):
-                    actions[t], env_actions = policy_step(next_obs)
+                    actions[t], env_actions = policy_step(next_obs, torch.randn_like(actions[t]))
                 with logger.phase("env"):
                     step = envs.step(env_actions)
                 rewards[t] = step.rewards.view(N, -1)

@@ -93,7 +93,7 @@ def check_compatible(
 
 def newest(run_dir: Path) -> Path | None:
     """The newest loadable checkpoint of a run, or None; unreadable ones are skipped."""
-    candidates = [p for p in run_dir.glob("*.pt") if not p.name.startswith(".") and p.name != "best.pt"]
+    candidates = [path for path in run_dir.glob("*.pt") if not path.name.startswith(".")]
     for path in sorted(candidates, key=lambda p: p.stat().st_mtime, reverse=True):
         try:
             load(path)

@@ -60,10 +60,10 @@ class TorchThreads:
 
     def __init__(self, threads: int, device: torch.device, trials: int = 3, recheck: int = 200):
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        cores = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-        self.candidates = [threads] if threads else sorted({1, 2, cores} - ({2} if cores < 2 else set()))
-        if device.type != "cpu" and not threads:
-            self.candidates = [1]
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        if not threads and (device.type != "cpu" or ranks > 1):  # ranks must all split their sums in the same way
+            threads = 1 if device.type != "cpu" else max(1, cores // ranks)
+        self.candidates = [threads] if threads else sorted(n for n in {1, 2, cores} if n <= cores)
         self.trials, self.recheck = trials, recheck
         self.best, self.updates = self.candidates[0], 0
         self.seconds = {n: [] for n in self.candidates}

@@ -19,10 +19,13 @@ from common.errors import InputError
 PROGRESS_SECONDS = 2.0
 
 
-def create_run_dir(script: str, env_id: str, seed: int, run_name: str | None, resume: Path | None, rank: int) -> Path:
+def create_run_dir(
+    script: str, env_id: str, seed: int, run_name: str | None, resume: Path | None, auto: bool, rank: int
+) -> Path:
     """Make runs/run_name (a resumed run keeps its folder) and return it.
 
-    Raises InputError if it cannot be written, or already holds checkpoints that a fresh run would overwrite.
+    Raises InputError if it cannot be written, or already holds checkpoints that a fresh run would overwrite (with auto
+    there may be unreadable ones).
     """
     if run_name is None and resume is not None:
         path = resume.parent
@@ -33,7 +36,7 @@ def create_run_dir(script: str, env_id: str, seed: int, run_name: str | None, re
     path = Path(distributed.gather_objects(str(path))[0])  # ranks may start in different seconds
     if rank:
         return path
-    if resume is None and any(path.glob("*.pt")):
+    if resume is None and not auto and any(path.glob("*.pt")):
         raise InputError(f"{path} already holds a run: continue it with --resume auto, or choose another --run-name")
     try:
         path.mkdir(parents=True, exist_ok=True)
