@@ -26,7 +26,7 @@ from common import checkpoint, cli, distributed
 from common import envs as vecenvs
 from common.compile import TorchThreads, compile_pure, cuda_graph
 from common.envs.base import VecEnv
-from common.errors import InputError, check_divides, check_finite, check_positive, check_range
+from common.errors import InputError, check_divides, check_finite, check_numbers, check_positive, check_range
 from common.logger import EpisodeStats, Logger, create_run_dir, import_wandb
 from common.running_mean_std import RunningMeanStd
 
@@ -171,16 +171,18 @@ class Args:
     """compute values and advantages anew before every pass over the batch"""
 
     def __post_init__(self):
+        check_numbers(self, may_be_infinite="score_to_win reward_min reward_max")
         check_range(self, 1, math.inf, "num_envs num_steps num_minibatches update_epochs num_episodes games_to_track "
                                        "total_timesteps")  # fmt: skip
         check_range(self, 0, math.inf, "seed torch_threads save_interval save_best_after eval_interval learning_rate "
                                        "critic_learning_rate min_lr vf_coef bounds_loss_coef weight_decay")  # fmt: skip
         check_range(self, 0, 1, "gamma gae_lambda")
         check_positive(self, "clip_coef max_grad_norm kl_threshold")
-        check_divides("num_minibatches", self.num_minibatches, self.num_envs * self.num_steps, "num_envs*num_steps")
-        for sizes in (self.hidden_sizes, self.critic_hidden_sizes):
+        if not self.play:
+            check_divides("num_minibatches", self.num_minibatches, self.num_envs * self.num_steps, "num_envs*num_steps")
+        for name, sizes in (("", self.hidden_sizes), ("critic-", self.critic_hidden_sizes)):
             if sizes is not None and (not sizes or min(sizes) < 1):
-                raise InputError(f"--hidden-sizes {sizes}: at least one layer, each of at least 1 unit")
+                raise InputError(f"--{name}hidden-sizes {sizes}: at least one layer, each of at least 1 unit")
         if not self.min_lr < self.max_lr:
             raise InputError(f"--min-lr {self.min_lr}: must be less than --max-lr {self.max_lr}")
         if not self.reward_min < self.reward_max:
@@ -288,6 +290,13 @@ class Agent(nn.Module):
         """Named scalar losses of obs [M, O], added to PPO's and logged: the place for auxiliary tasks."""
         return {}
 
+    def update_statistics(self, obs: Tensor, critic_obs: Tensor, returns: Tensor) -> None:
+        """Let the normalisers see a batch: obs [B, O], critic_obs [B, C], returns [B, V]."""
+        self.obs_rms.update(obs)
+        self.value_rms.update(returns)
+        if self.critic_obs_rms is not self.obs_rms:
+            self.critic_obs_rms.update(critic_obs)
+
     def to_env(self, actions: Tensor) -> Tensor:
         """Units of [-1, 1] to the environment's: clamped, then scaled (the stored sample stays as it was drawn)."""
         return actions.clamp(-self.action_limit, self.action_limit) * self.action_scale + self.action_center
@@ -339,9 +348,14 @@ def compute_gae(rewards: Tensor, values: Tensor, next_values: Tensor, terminatio
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns); NaN where the returns do not vary."""
-    variance = returns.var(correction=0).item()
-    return 1 - (returns - values).var(correction=0).item() / variance if variance > 0 else math.nan
+    """1 - Var(returns - values) / Var(returns) over all ranks; NaN where the returns do not vary."""
+
+    def variance(x: Tensor) -> float:
+        mean = distributed.average(x.mean())
+        return distributed.average(((x - mean) ** 2).mean()).item()
+
+    total = variance(returns)
+    return 1 - variance(returns - values) / total if total > 0 else math.nan
 
 
 def clamp_ratio(ratio: Tensor, args: Args) -> Tensor:
@@ -397,7 +411,7 @@ def agent_kwargs(envs: VecEnv) -> dict:
 def load_agent(path: str | Path, device: str | torch.device = "cpu") -> tuple[Agent, dict]:
     """The trained Agent and everything else in a checkpoint. Raises InputError if this script did not write it."""
     state = checkpoint.load_for(SCRIPT, path, device)
-    agent = Agent(Args(**state["args"]), **state["agent_kwargs"]).to(device)
+    agent = Agent(checkpoint.saved_args(path, state, Args), **state["agent_kwargs"]).to(device)
     agent.load_state_dict(state["agent"])
     return agent, state
 
@@ -414,6 +428,13 @@ def count_iterations(total_timesteps: int, batch_size: int, seeding: bool) -> in
 def learning_rates(args: Args) -> tuple[float, float]:
     """Initial step sizes of actor and critic."""
     return args.learning_rate, args.learning_rate if args.critic_learning_rate is None else args.critic_learning_rate
+
+
+def adapt_learning_rates(lrs: list[Tensor], kl: Tensor, args: Args) -> None:
+    """Smaller steps where the KL from the rollout policy is above twice the threshold, larger ones below half of it."""
+    factor = torch.where(kl > 2 * args.kl_threshold, 1 / 1.5, torch.where(kl < args.kl_threshold / 2, 1.5, 1.0))
+    for lr in lrs:
+        lr.mul_(factor).clamp_(args.min_lr, args.max_lr)
 
 
 def make_optimizer(agent: Agent, args: Args, state: dict | None) -> torch.optim.Adam:
@@ -483,7 +504,7 @@ def main(args: Args) -> dict[str, float]:
     num_iterations = count_iterations(args.total_timesteps, batch_size, seeding)
     if args.track:
         import_wandb()
-    resume = cli.resume_path(args)
+    resume = cli.resume_path(args.resume, args.run_name)
     state = checkpoint.load_for(SCRIPT, resume, device) if resume else None
     global_step, best_return = (state["global_step"], state["best_return"]) if state else (0, -math.inf)
     random.seed(args.seed + rank), np.random.seed((args.seed + rank) % 2**32), torch.manual_seed(args.seed)
@@ -554,11 +575,6 @@ def main(args: Args) -> dict[str, float]:
             advantages.sub_(distributed.average(advantages.mean()))
             advantages.div_(distributed.average((advantages**2).mean()).sqrt() + 1e-8)
 
-    def adapt_learning_rate(kl: Tensor) -> None:
-        factor = torch.where(kl > 2 * args.kl_threshold, 1 / 1.5, torch.where(kl < args.kl_threshold / 2, 1.5, 1.0))
-        for lr in lrs:
-            lr.mul_(factor).clamp_(args.min_lr, args.max_lr)
-
     def update_step(rows: Tensor) -> Tensor:
         """One gradient step on batch rows [M]; returns METRICS, still on the device."""
         optimizer.zero_grad()
@@ -570,8 +586,22 @@ def main(args: Args) -> dict[str, float]:
         optimizer.found_inf = metrics[NONFINITE]  # where this is 1, fused Adam leaves the parameters alone
         optimizer.step()
         if args.lr_schedule == "adaptive" and args.kl_interval == "minibatch":
-            adapt_learning_rate(metrics[KL])
+            adapt_learning_rates(lrs, metrics[KL], args)
         return metrics
+
+    def train_epoch(epoch: int) -> Tensor:
+        """One pass over the batch in random order; returns the sum of METRICS over its gradient steps."""
+        if epoch == 0:
+            for rows in in_order:
+                store_old_policy(rows)
+        elif args.recompute_advantages:
+            estimate_advantages()
+        metrics_sum = torch.zeros(len(metric_names), device=device)
+        for rows in torch.randperm(B, device=device).view(G, -1):
+            metrics_sum += update_step(rows)
+        if args.lr_schedule == "adaptive" and args.kl_interval == "epoch":
+            adapt_learning_rates(lrs, metrics_sum[KL] / G, args)
+        return metrics_sum
 
     use_compile = device.type == "cuda" if args.compile is None else args.compile
     policy_step, loss_fn = compile_pure(policy_step, use_compile), compile_pure(ppo_loss, use_compile)
@@ -617,40 +647,27 @@ def main(args: Args) -> dict[str, float]:
             metrics_sum = torch.zeros(len(metric_names), device=device)
             with logger.phase("update"), threads.update(measure=train):
                 estimate_advantages()
-                for rows in in_order:
-                    store_old_policy(rows)
                 if args.lr_schedule == "linear":
                     for lr, initial_lr in zip(lrs, learning_rates(args), strict=True):
                         lr.fill_(initial_lr * (1 - (iteration - 1) / num_iterations))
                 for epoch in range(args.update_epochs if train else 0):
-                    if args.recompute_advantages and epoch:
-                        estimate_advantages()
-                    epoch_sum = torch.zeros_like(metrics_sum)
-                    for rows in torch.randperm(B, device=device).view(G, -1):
-                        epoch_sum += update_step(rows)
-                    metrics_sum += epoch_sum
-                    if args.lr_schedule == "adaptive" and args.kl_interval == "epoch":
-                        adapt_learning_rate(epoch_sum[KL] / G)
+                    metrics_sum += train_epoch(epoch)
                 # Only now: rollout and update saw the same statistics, so the first ratio of every update is exactly 1.
-                agent.obs_rms.update(batch["obs"])
-                if kwargs["asymmetric"]:
-                    agent.critic_obs_rms.update(batch["critic_obs"])
-                agent.value_rms.update(returns.flatten(0, 1))
+                agent.update_statistics(batch["obs"], batch["critic_obs"], returns.flatten(0, 1))
 
             # ---- log and save: the only host synchronisation of the iteration ----
-            check_finite(obs, next_obs, rewards, metrics_sum[NONFINITE].item(), iteration, run_dir)
-            if critic_obs is not obs:
-                check_finite(critic_obs, next_critic_obs, rewards, 0, iteration, run_dir)
+            observations = [(obs, next_obs), (critic_obs, next_critic_obs)]
+            check_finite(observations, rewards, metrics_sum[NONFINITE].item(), iteration, run_dir)
             episodes.update(rewards.sum(-1), terminations | truncations)
             log = episodes.metrics() | {"charts/SPS": logger.sps(global_step), "charts/learning_rate": lrs[0].item()}
             if train:
                 log |= zip(metric_names, (metrics_sum / (args.update_epochs * G)).tolist(), strict=True)
                 log["losses/explained_variance"] = explained_variance(values, returns)
             score, names = log["charts/episodic_return"] if episodes.full else -math.inf, []
-            if score >= args.score_to_win:
-                stop_reason = f"score_to_win: mean return {score:.6g} over {args.games_to_track} episodes"
-            elif distributed.any_rank(stop.requested, device):
+            if distributed.any_rank(stop.requested, device):
                 stop_reason = "interrupted"
+            elif score >= args.score_to_win:
+                stop_reason = f"score_to_win, mean return {score:.6g}"
             elif iteration == num_iterations:
                 stop_reason = "total_timesteps"
             if args.eval_interval and (stop_reason or iteration % args.eval_interval == 0):
@@ -666,9 +683,9 @@ def main(args: Args) -> dict[str, float]:
                 names += [f"{global_step}.pt", "last.pt"]
             if distributed.any_rank(bool(stop_reason) or time.perf_counter() - last_save > SAVE_SECONDS, device):
                 names, last_save = [*names, "last.pt"], time.perf_counter()
+            logger.log(global_step, log, force_line=bool(stop_reason) or iteration == 1)
             if names:
                 save(names)
-            logger.log(global_step, log, force_line=bool(stop_reason) or iteration == 1)
             if stop_reason:
                 break
     logger.close(f"stopped at global_step={global_step}: {stop_reason or 'nothing left to do'}; {run_dir}/last.pt")

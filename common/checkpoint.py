@@ -1,9 +1,9 @@
 """Checkpoints that survive a crash: written beside, flushed, renamed; read without running code."""
 
+import dataclasses
 import os
 import pickle
 import random
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from common import distributed
 from common.envs.base import VecEnv
 from common.errors import InputError, flag
 from common.logger import EpisodeStats
+
+CONTENTS = {"script", "env_id", "args", "agent_kwargs", "agent"}
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
@@ -50,7 +52,7 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> dict[str, Any]
         raise InputError(
             f"checkpoint {path}: holds pickled code or is damaged; only plain tensors and data are loaded"
         ) from None
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+    except Exception as error:  # whatever bytes that are no checkpoint make torch raise
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(f"checkpoint {path}: truncated or not a checkpoint ({reason})") from None
     if not isinstance(state, dict) or "script" not in state:
@@ -58,11 +60,26 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> dict[str, Any]
     return state
 
 
+def saved_args(path: str | Path, state: dict[str, Any], args_type: type, **changes: Any) -> Any:
+    """The Args of a checkpoint, with changes. Raises InputError if it has fields that args_type does not know."""
+    if "args" not in state:
+        raise InputError(f"checkpoint {path} is incomplete: it has no args")
+    saved = state["args"]
+    unknown = saved.keys() - {field.name for field in dataclasses.fields(args_type)}
+    if unknown:
+        raise InputError(
+            f"checkpoint {path} is of another version of its script: no argument {', '.join(sorted(unknown))}"
+        )
+    return args_type(**saved | changes)
+
+
 def load_for(script: str, path: str | Path, device: torch.device | str = "cpu") -> dict[str, Any]:
     """load() of a checkpoint that `script` wrote. Raises InputError if another one did."""
     state = load(path, device)
     if state["script"] != script:
         raise InputError(f"checkpoint {path} was written by {state['script']}.py, not by {script}.py")
+    if missing := CONTENTS - state.keys():
+        raise InputError(f"checkpoint {path} is incomplete: it has no {', '.join(sorted(missing))}")
     return state
 
 

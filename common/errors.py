@@ -25,6 +25,13 @@ def check_range(args: Any, low: float, high: float, names: str) -> None:
             raise InputError(f"{flag(name)} {value}: must be at least {low}{limit}")
 
 
+def check_numbers(args: Any, may_be_infinite: str) -> None:
+    """Raises InputError if a float field is NaN, or infinite and not named."""
+    for name, value in vars(args).items():
+        if isinstance(value, float) and (value != value or abs(value) == float("inf") and name not in may_be_infinite):
+            raise InputError(f"{flag(name)} {value}: must be a finite number")
+
+
 def check_positive(args: Any, names: str) -> None:
     """Raises InputError unless each named field is above 0."""
     for name in names.split():
@@ -44,17 +51,19 @@ def check_divides(name: str, divisor: int, number: int, meaning: str) -> None:
 
 
 def check_finite(
-    obs: Tensor, next_obs: Tensor, rewards: Tensor, bad_steps: float, iteration: int, run_dir: Path
+    observations: list[tuple[Tensor, Tensor]], rewards: Tensor, bad_steps: float, iteration: int, run_dir: Path
 ) -> None:
     """Raises InputError naming env and step if a rollout or a gradient step was not finite, before anything is saved.
 
-    obs [T, N, ..], next_obs [N, ..] after the rollout, rewards [T, N, ..]; bad_steps: gradient steps that were skipped
-    because their gradient was not finite.
+    observations: pairs of a rollout's [T, N, ..] and the one after it [N, ..]; rewards [T, N, ..]; bad_steps: gradient
+    steps that were skipped because their gradient was not finite.
     """
-    if all(x.isfinite().all() for x in (obs, next_obs, rewards)) and not bad_steps:
+    tensors = [rewards, *(x for pair in observations for x in pair)]
+    if all(x.isfinite().all() for x in tensors) and not bad_steps:
         return
     kept = f"the last good checkpoint is kept in {run_dir}"
-    for name, x in (("reward", rewards), ("observation", torch.cat([obs, next_obs[None]]))):
+    rows = [("observation", torch.cat([obs, next_obs[None]])) for obs, next_obs in observations]
+    for name, x in [("reward", rewards), *rows]:
         bad = (~x.isfinite()).flatten(2).any(-1).nonzero()
         if len(bad):
             step, env = bad[0].tolist()

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import time
 from collections import deque
 from contextlib import contextmanager
@@ -31,18 +32,19 @@ def create_run_dir(
         path = resume.parent
     else:
         path = Path("runs") / (
-            run_name or f"{env_id.replace('/', '-')}__{script}__{seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+            run_name or re.sub(r"[^\w.-]+", "-", f"{env_id}__{script}__{seed}__{time.strftime('%Y%m%d-%H%M%S')}")
         )
     path = Path(distributed.gather_objects(str(path))[0])  # ranks may start in different seconds
     if rank:
         return path
-    if resume is None and not auto and any(path.glob("*.pt")):
+    if (resume is None or path.resolve() != resume.parent.resolve()) and not auto and any(path.glob("*.pt")):
         raise InputError(f"{path} already holds a run: continue it with --resume auto, or choose another --run-name")
     try:
         path.mkdir(parents=True, exist_ok=True)
         probe = path / f".{os.getpid()}.tmp"
         probe.touch()
-        probe.unlink()
+        for leftover in path.glob(".*.tmp"):  # of writes that a kill interrupted
+            leftover.unlink()
     except OSError as error:
         raise InputError(
             f"run directory {path} cannot be written ({error.strerror}); choose another --run-name or folder"
@@ -84,7 +86,10 @@ class Logger:
         path = run_dir / "metrics.jsonl"
         rows = path.read_text().splitlines() if path.exists() else []
         kept = [row for row in rows if row.endswith("}") and json.loads(row)["global_step"] <= global_step]
-        path.write_text("".join(row + "\n" for row in kept))
+        if kept != rows:
+            temporary = path.with_suffix(".tmp")
+            temporary.write_text("".join(row + "\n" for row in kept))
+            os.replace(temporary, path)
         (run_dir / "args.json").write_text(json.dumps(args, indent=1) + "\n")
         self.jsonl = open(path, "a", buffering=1)  # noqa: SIM115
         self.tensorboard = SummaryWriter(str(run_dir), purge_step=global_step + 1 if global_step else None)
@@ -159,15 +164,17 @@ class EpisodeStats:
         """Count a rollout: raw rewards and dones [T, N]. Reads them on the host, so call it once an iteration."""
         rewards, dones = rewards.double().cpu(), dones.cpu()
         finished = []
-        for reward, done, any_done in zip(rewards, dones, dones.any(1).tolist(), strict=True):
+        for t, any_done in enumerate(dones.any(1).tolist()):
+            reward, done = rewards[t], dones[t]
             self.returns += reward
             self.lengths += 1
             if any_done:
-                finished += zip(self.returns[done].tolist(), self.lengths[done].tolist(), strict=True)
+                ended = zip(self.returns[done].tolist(), self.lengths[done].tolist(), strict=True)
+                finished += [(t, *episode) for episode in ended]
                 self.returns[done], self.lengths[done] = 0.0, 0
-        for episode in (e for part in distributed.gather_objects(finished) for e in part):
-            self.window.append(episode)
-            self.episodes += 1
+        everywhere = [episode for rank in distributed.gather_objects(finished) for episode in rank]
+        self.window.extend(episode[1:] for episode in sorted(everywhere, key=lambda episode: episode[0]))
+        self.episodes += len(everywhere)
 
     def metrics(self) -> dict[str, float]:
         """charts/episodic_return and charts/episodic_length over the window, NaN before the first episode has ended."""

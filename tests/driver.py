@@ -26,10 +26,10 @@ from gymnasium import spaces
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
-import ppo_continuous
-from common import cli
-from common import envs as vecenvs
-from common.envs.base import Step, VecEnv
+import ppo_continuous  # noqa: E402
+from common import cli  # noqa: E402
+from common import envs as vecenvs  # noqa: E402
+from common.envs.base import Step, VecEnv  # noqa: E402
 
 SMALL = {"env_id": "toy/Linear", "num_envs": 4, "num_steps": 8, "num_minibatches": 2, "update_epochs": 2,
          "hidden_sizes": (8, 8), "device": "cpu", "torch_threads": 1, "games_to_track": 5}  # fmt: skip

@@ -145,7 +145,7 @@ BAD = [
     (["--max-grad-norm", "0"], ["--max-grad-norm 0", "positive"]),
     (["--min-lr", "1"], ["--min-lr 1.0", "--max-lr"]),
     (["--hidden-sizes", "0"], ["--hidden-sizes (0,)"]),
-    (["--critic-hidden-sizes", "8", "0"], ["--critic-hidden-sizes (8, 0)"]),
+    (["--critic-hidden-sizes", "8", "0"], ["hidden-sizes (8, 0)"]),
     (["--log-sigma-bounds", "0", "1"], ["--log-sigma-bounds (0.0, 1.0)"]),
     (["--reward-log"], ["--reward-log", "--reward-min"]),
     (["--reward-min", "1", "--reward-max", "1"], ["--reward-min 1.0", "--reward-max"]),

@@ -134,7 +134,7 @@ def test_args(name):
 
 
 def test_copies_are_equal():
-    """What two scripts have by the same name is the same text, but for main, Args and what must differ by its nature."""
+    """What two scripts have by the same name is the same text, but for what must differ by its nature."""
     own = {"main", "Args", "play", "evaluate", "agent_kwargs", "load_agent", *NETWORKS, *MATHS}
     canonical = definitions(script("ppo_continuous"))
     for name in SCRIPTS:

@@ -106,8 +106,10 @@ def test_seeds_differ_between_ranks(tmp_path):
     ranks = sum(results, [])
     assert len({rank["seeds"][0] for rank in ranks}) == 4 and len({rank["torch_seed"] for rank in ranks}) == 4
     equal(ranks[0]["initial"], ranks[1]["initial"])
-    assert not torch.equal(ranks[0]["initial"]["actor.layers.0.0.weight"], ranks[2]["initial"]["actor.layers.0.0.weight"])
-    again = zygote().run_ranks(tmp_path, "driver:train", args={"total_timesteps": 4 * BATCH, "seed": 0, "run_name": "x"})
+    weights = [rank["initial"]["actor.layers.0.0.weight"] for rank in ranks]
+    assert not torch.equal(weights[0], weights[2])
+    args = {"total_timesteps": 4 * BATCH, "seed": 0, "run_name": "again"}
+    again = zygote().run_ranks(tmp_path, "driver:train", args=args)
     equal(again[0]["agent"], ranks[0]["agent"])
 
 
@@ -221,9 +223,9 @@ def test_learning_rate_follows_the_mean_divergence(tmp_path, kls, interval, fact
 
 def test_stop_of_one_rank_stops_both(tmp_path):
     """H25: rank 1 alone is told to stop, in its third iteration."""
-    argv = ["--env-id", "toy/Linear", "--num-envs", "4", "--num-steps", "8", "--num-minibatches", "2", "--device", "cpu",
-            "--hidden-sizes", "8", "8", "--run-name", "stopped", "--torch-threads", "1", "--total-timesteps", "1e9",
-            "--env-kwargs", "signal=15", "signal_step=20", "signal_rank=1"]  # fmt: skip
+    argv = ["--env-id", "toy/Linear", "--num-envs", "4", "--num-steps", "8", "--num-minibatches", "2",
+            "--device", "cpu", "--hidden-sizes", "8", "8", "--run-name", "stopped", "--torch-threads", "1",
+            "--total-timesteps", "1e9", "--env-kwargs", "signal=15", "signal_step=20", "signal_rank=1"]  # fmt: skip
     processes = zygote().start_ranks(tmp_path, "driver:command", argv=argv)
     assert [process.wait() for process in processes] == [0, 0], [p.stderr for p in processes]
     assert checkpoint.load(tmp_path / "runs/stopped/last.pt")["global_step"] == 3 * 2 * BATCH
@@ -322,7 +324,8 @@ def worker_wandb(track):
 
 def test_wandb_is_started_once_and_only_when_asked(tmp_path):
     """H37."""
-    assert [r["wandb"] for r in zygote().run_ranks(tmp_path, "test_distributed:worker_wandb", track=False)] == [False] * 2
+    results = zygote().run_ranks(tmp_path, "test_distributed:worker_wandb", track=False)
+    assert [rank["wandb"] for rank in results] == [False, False]
     assert not files(tmp_path, "wandb.*.log")
     zygote().run_ranks(tmp_path, "test_distributed:worker_wandb", track=True)
     assert not (tmp_path / "wandb.1.log").exists()
