@@ -339,8 +339,8 @@ def compute_gae(rewards: Tensor, values: Tensor, next_values: Tensor, terminatio
     truncation only ends the trajectory: the value of the state it stopped in counts, but the sum over later TD errors
     does not cross into the next episode.
     """
-    deltas = rewards + gamma * next_values * (1 - terminations.float()) - values
-    decay = (gamma * gae_lambda * (1 - dones.float())).expand_as(deltas)
+    deltas = rewards + gamma * next_values * (1 - terminations.to(rewards.dtype)) - values
+    decay = (gamma * gae_lambda * (1 - dones.to(rewards.dtype))).expand_as(deltas)
     advantages, advantage = torch.empty_like(deltas), torch.zeros_like(deltas[0])
     for t in reversed(range(len(deltas))):
         advantages[t] = advantage = torch.addcmul(deltas[t], decay[t], advantage)

@@ -1,0 +1,24 @@
+"""Real tasks to a score: pytest -m slow tests/test_learning.py (about ten minutes on two cores)."""
+
+import pytest
+
+from common.envs import make_for_episodes
+from ppo_continuous import Args, evaluate, load_agent, main
+
+COMMON = {"num_envs": 64, "num_steps": 32, "num_minibatches": 16, "update_epochs": 10, "lr_schedule": "linear",
+          "recompute_advantages": True, "activation": "tanh", "log_sigma_init": -0.5, "torch_threads": 1}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("env_id, steps, score, changes", [
+    ("Pendulum-v1", 300_000, -200, {"gamma": 0.9, "learning_rate": 1e-3, "hidden_sizes": (64, 64)}),
+    ("InvertedPendulum-v5", 500_000, 950, {}),
+    ("Reacher-v5", 500_000, -6, {}),
+    ("HalfCheetah-v5", 1_000_000, 3000, {"seed": 2}),
+])  # fmt: skip
+def test_reaches_its_score(monkeypatch, tmp_path, env_id, steps, score, changes):
+    monkeypatch.chdir(tmp_path)
+    main(Args(env_id=env_id, total_timesteps=steps, run_name="run", device="cpu", **COMMON | changes))
+    agent, _ = load_agent("runs/run/last.pt")
+    envs = make_for_episodes(env_id, 64, 100, "cpu", 1, ())
+    assert evaluate(agent, envs, 100, deterministic=True)["mean"] >= score

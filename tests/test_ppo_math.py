@@ -1,0 +1,309 @@
+"""The formulas of ppo_continuous.py against references written in another way, mostly scalar loops in float64."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.distributions import Independent, Normal, kl_divergence
+
+from common.errors import InputError
+from ppo_continuous import (
+    ACTIVATIONS,
+    MLP,
+    Agent,
+    Args,
+    adapt_learning_rates,
+    clamp_ratio,
+    compute_gae,
+    explained_variance,
+    gaussian_kl,
+    gaussian_logprob,
+    initialize,
+    make_optimizer,
+    ppo_loss,
+    shape_rewards,
+    smooth_bounds,
+)  # fmt: skip
+
+SMALL = Args(num_envs=8, num_steps=8, num_minibatches=2, hidden_sizes=(16, 8))
+UNIT = {"action_low": [-1.0, -1.0], "action_high": [1.0, 1.0]}
+
+
+def make_agent(args=SMALL, obs_dim=3, critic_obs_dim=3, asymmetric=False, value_size=1, **bounds):
+    torch.manual_seed(0)
+    return Agent(args, obs_dim, critic_obs_dim, asymmetric, value_size, **(bounds or UNIT))
+
+
+def brute_force_gae(rewards, values, next_values, terminated, done, gamma, lam):
+    """The sum over later TD errors, term by term, for one env."""
+    T = len(rewards)
+    advantages = []
+    for t in range(T):
+        total, weight = 0.0, 1.0
+        for k in range(t, T):
+            total += weight * (rewards[k] + (0.0 if terminated[k] else gamma * next_values[k]) - values[k])
+            if done[k]:
+                break
+            weight *= gamma * lam
+        advantages.append(total)
+    return advantages
+
+
+def test_gae_equals_brute_force_on_mixed_ends():
+    generator = np.random.default_rng(0)
+    T, N = 40, 7
+    rewards, values, next_values = generator.normal(size=(3, T, N))
+    terminated, truncated = generator.random((2, T, N)) < 0.15
+    done = terminated | truncated
+    to = torch.from_numpy
+    advantages, returns = compute_gae(to(rewards), to(values), to(next_values), to(terminated), to(done), 0.97, 0.9)
+    for n in range(N):
+        columns = (x[:, n].tolist() for x in (rewards, values, next_values, terminated, done))
+        np.testing.assert_allclose(advantages[:, n], brute_force_gae(*columns, 0.97, 0.9), rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(returns, advantages + to(values))
+
+
+@pytest.mark.parametrize("terminated, expected", [
+    (False, [3.65814, 1.88000, 3.755165, 1.93000]), (True, [-7.515, -10.0, 3.755165, 1.93]),
+])  # fmt: skip
+def test_gae_numbers_of_case_h1(terminated, expected):
+    rewards, values = torch.ones(4, 2), torch.tensor([10.0, 11, 5, 6])[:, None].expand(4, 2)
+    next_values = torch.tensor([11.0, 12, 6, 7])[:, None].expand(4, 2)
+    done, terminal = torch.zeros(4, 2, dtype=torch.bool), torch.zeros(4, 2, dtype=torch.bool)
+    done[1, 0], terminal[1, 0] = True, terminated
+    advantages, _ = compute_gae(rewards, values, next_values, terminal, done, 0.99, 0.95)
+    torch.testing.assert_close(advantages[:, 0], torch.tensor(expected), rtol=1e-5, atol=1e-5)
+    neighbour, _ = compute_gae(rewards, values, next_values, torch.zeros(4, 2), torch.zeros(4, 2), 0.99, 0.95)
+    torch.testing.assert_close(advantages[:, 1], neighbour[:, 1])  # an env next to it does not change
+
+
+def test_logprob_entropy_and_kl_equal_torch_distributions():
+    mean0, mean1, log_sigma0, log_sigma1, x = torch.randn(5, 9, 4, dtype=torch.float64)
+    p, q = (Independent(Normal(m, s.exp()), 1) for m, s in ((mean0, log_sigma0), (mean1, log_sigma1)))
+    torch.testing.assert_close(gaussian_logprob(mean0, log_sigma0, x), p.log_prob(x))
+    torch.testing.assert_close(gaussian_kl(mean0, log_sigma0, mean1, log_sigma1), kl_divergence(p, q))
+
+
+@pytest.mark.parametrize("sigma", [0.02, 0.1, 1.0, 5.0])
+def test_kl_of_equal_policies_is_exactly_zero(sigma):
+    mean, log_sigma = torch.randn(100, 8), torch.full((100, 8), math.log(sigma))
+    assert (gaussian_kl(mean, log_sigma, mean, log_sigma) == 0).all()
+
+
+def test_stored_sample_keeps_its_logprob_and_the_env_gets_a_clamped_one():
+    """H6."""
+    agent = make_agent()
+    sample = torch.tensor([[3.0, -3.0]])
+    before = sample.clone()
+    assert agent.to_env(sample).tolist() == [[1.0, -1.0]] and torch.equal(sample, before)
+    mean, log_sigma = torch.full((1, 2), 3.0), torch.full((1, 2), math.log(0.1))
+    expected = Normal(3.0, 0.1).log_prob(sample).sum(-1)
+    torch.testing.assert_close(gaussian_logprob(mean, log_sigma, sample), expected, rtol=1e-5, atol=1e-4)
+
+
+def test_actions_of_asymmetric_and_unbounded_boxes():
+    agent = make_agent(action_low=[0.0, -2.0, -math.inf], action_high=[5.0, 4.0, math.inf])
+    actions = agent.to_env(torch.tensor([[0.0, 0.0, 7.0], [1.0, 1.0, -7.0], [-9.0, -9.0, 0.0]]))
+    torch.testing.assert_close(actions, torch.tensor([[2.5, 1.0, 7.0], [5.0, 4.0, -7.0], [0.0, -2.0, 0.0]]))
+
+
+def test_smooth_clamp_and_hard_clamp():
+    ratio = torch.tensor([0.5, 1.0, 1.2, 3.0], requires_grad=True)
+    smooth = clamp_ratio(ratio, replace(SMALL, smooth_clamp=True))
+    mine = [0.8 + 0.4 / (1 + math.exp(4 * (-(r - 0.8) / 0.4 + 0.5))) for r in ratio.tolist()]  # rl_games' form
+    torch.testing.assert_close(smooth, torch.tensor(mine))
+    assert smooth[2].item() == pytest.approx(1.1523, abs=1e-4)
+    assert torch.autograd.grad(smooth[1], ratio)[0][1].item() == pytest.approx(1.0)
+    torch.testing.assert_close(clamp_ratio(ratio, SMALL), torch.tensor([0.8, 1.0, 1.2, 1.2]))
+
+
+def test_reward_shaper_shifts_before_it_scales_and_clamps():
+    args = replace(SMALL, reward_shift=1.0, reward_scale=2.0, reward_min=0.5, reward_max=5.0)
+    rewards = torch.tensor([-3.0, 0.0, 1.0, 9.0])
+    assert shape_rewards(rewards, args).tolist() == [0.5, 2.0, 4.0, 5.0]
+    shaped = shape_rewards(rewards, replace(args, reward_log=True))
+    torch.testing.assert_close(shaped, torch.tensor([0.5, 2.0, 4.0, 5.0]).log())
+
+
+def test_log_sigma_is_untouched_inside_bounded_outside_and_never_without_gradient():
+    """H10."""
+    inside = torch.linspace(-4, 1, 11)
+    assert torch.equal(smooth_bounds(inside, -5.0, 2.0), inside)
+    outside = torch.tensor([-1e3, -20.0, -4.01, 1.01, 20.0, 1e3], requires_grad=True)
+    bounded = smooth_bounds(outside, -5.0, 2.0)
+    assert (bounded > -5).all() and (bounded < 2).all()
+    assert (torch.autograd.grad(bounded.sum(), outside)[0] > 0).all()
+    agent = make_agent()
+    for value in (-1e3, 1e3):
+        agent.log_sigma.data.fill_(value)
+        mean, log_sigma = agent.policy(torch.randn(4, 3))
+        sample = mean + log_sigma.exp() * torch.randn_like(mean)
+        assert gaussian_logprob(mean, log_sigma, sample).isfinite().all()
+
+
+def test_sigma_head_starts_uniform():
+    """H44: the constant is in the bias."""
+    agent = make_agent(replace(SMALL, fixed_sigma=False, log_sigma_init=-0.3))
+    _, log_sigma = agent.policy(torch.randn(1000, 3) * 10)
+    assert log_sigma.std() < 1e-6 and log_sigma.mean().item() == pytest.approx(-0.3)
+    agent.policy(torch.randn(5, 3))[1].sum().backward()
+    assert agent.sigma_head.weight.grad.abs().sum() > 0
+
+
+def reference_loss(agent, args, batch):
+    """PPO's objective row by row in Python floats."""
+    mean, log_sigma = (x.tolist() for x in agent.policy(batch["obs"]))
+    values = agent.normalized_value(batch["critic_obs"]).tolist()
+    rows = range(len(mean))
+    policy = value = entropy = bounds = 0.0
+    for i in rows:
+        logprob = 0.0
+        for m, s, a in zip(mean[i], log_sigma[i], batch["actions"][i].tolist(), strict=True):
+            logprob += -0.5 * ((a - m) / math.exp(s)) ** 2 - s - 0.5 * math.log(2 * math.pi)
+            entropy += 0.5 + 0.5 * math.log(2 * math.pi) + s
+            bounds += max(m - 1.1, 0) ** 2 + min(m + 1.1, 0) ** 2 if args.bounds_loss == "bound" else m * m
+        ratio = math.exp(logprob - batch["old_logprobs"][i].item())
+        advantage = batch["advantages"][i].item()
+        policy += -min(advantage * ratio, advantage * min(max(ratio, 1 - args.clip_coef), 1 + args.clip_coef))
+        heads = zip(values[i], batch["old_values"][i].tolist(), batch["targets"][i].tolist(), strict=True)
+        for v, old, target in heads:
+            clipped = old + min(max(v - old, -args.clip_coef), args.clip_coef)
+            value += 0.5 * max((v - target) ** 2, (clipped - target) ** 2 if args.clip_vloss else 0.0)
+    n = len(mean)
+    return (policy + args.vf_coef * value - args.ent_coef * entropy + args.bounds_loss_coef * bounds) / n
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"clip_vloss": True}, {"ent_coef": 0.1, "bounds_loss_coef": 2.0},
+    {"bounds_loss": "regularisation", "bounds_loss_coef": 0.5}, {"vf_coef": 3.0, "clip_coef": 0.05},
+])  # fmt: skip
+@pytest.mark.parametrize("value_size", [1, 3])
+def test_loss_equals_a_scalar_loop(changes, value_size):
+    args = replace(SMALL, **changes)
+    agent = make_agent(args, value_size=value_size)
+    agent.mean_head.weight.data.mul_(300)  # means beyond the bounds
+    torch.manual_seed(1)
+    M = 20
+    batch = {"obs": torch.randn(M, 3), "critic_obs": torch.randn(M, 3), "actions": torch.randn(M, 2)}
+    mean, log_sigma = (x.detach() for x in agent.policy(batch["obs"]))
+    batch |= {"old_mean": mean + 0.1, "old_log_sigma": log_sigma, "advantages": torch.randn(M)}
+    batch["old_logprobs"] = gaussian_logprob(mean + 0.1, log_sigma, batch["actions"])
+    batch |= {"old_values": torch.randn(M, value_size), "targets": torch.randn(M, value_size)}
+    loss, metrics = ppo_loss(agent, args, **batch)
+    assert loss.item() == pytest.approx(reference_loss(agent, args, batch), rel=1e-4)
+    assert not metrics.requires_grad and loss.dtype == torch.float32
+
+
+def test_value_in_reward_units_and_targets_share_their_statistics():
+    """H7 (2)-(5)."""
+    agent = make_agent()
+    obs = torch.randn(50, 3)
+    small = agent.get_value(obs)
+    agent.value_rms.update(torch.randn(1000, 1) * 70 + 90)
+    torch.testing.assert_close(agent.get_value(obs), agent.value_rms.denormalize(small[:, None])[:, 0])
+    torch.testing.assert_close(agent.value_rms(agent.value(obs)), agent.normalized_value(obs), rtol=1e-3, atol=1e-4)
+    plain = make_agent(replace(SMALL, norm_value=False))
+    plain.value_rms.update(torch.randn(1000, 1) * 70 + 90)
+    torch.testing.assert_close(plain.value(obs), plain.normalized_value(obs))
+
+
+def test_critic_state_does_not_reach_the_actor():
+    """H32."""
+    agent = make_agent(critic_obs_dim=7, asymmetric=True)
+    state = torch.randn(4, 7, requires_grad=True)
+    agent.value(state).sum().backward()
+    assert state.grad.abs().sum() > 0
+    assert all(p.grad is None for p in agent.actor.parameters())
+    assert agent.critic is not agent.actor and agent.critic_obs_rms is not agent.obs_rms
+
+
+def test_adaptive_rule_moves_both_groups_between_its_bounds():
+    args = replace(SMALL, kl_threshold=0.01, min_lr=1e-4, max_lr=1e-3, learning_rate=3e-4, critic_learning_rate=6e-4)
+    lrs = [group["lr"] for group in make_optimizer(make_agent(), args, None).param_groups]
+
+    def after(kl, times=1):
+        for _ in range(times):
+            adapt_learning_rates(lrs, torch.tensor(kl), args)
+        return [lr.item() for lr in lrs]
+
+    assert after(0.0155) == pytest.approx([3e-4, 6e-4])  # H25: within the band
+    assert after(0.0201) == pytest.approx([2e-4, 4e-4])
+    assert after(0.0049) == pytest.approx([3e-4, 6e-4])
+    assert after(1.0, 20) == pytest.approx([1e-4, 1e-4])
+    assert after(0.0, 20) == pytest.approx([1e-3, 1e-3])
+
+
+def test_optimizer_holds_each_parameter_once():
+    for args, asymmetric in ((SMALL, False), (replace(SMALL, separate=False), False), (SMALL, True)):
+        agent = make_agent(args, critic_obs_dim=5 if asymmetric else 3, asymmetric=asymmetric)
+        held = [id(p) for group in make_optimizer(agent, args, None).param_groups for p in group["params"]]
+        assert sorted(held) == sorted(id(p) for p in agent.parameters()) and len(set(held)) == len(held)
+
+
+def test_explained_variance():
+    returns = torch.randn(10, 4, 1)
+    assert explained_variance(returns, returns) == pytest.approx(1.0)
+    assert explained_variance(torch.zeros_like(returns), returns) == pytest.approx(0.0, abs=1e-6)
+    assert math.isnan(explained_variance(torch.randn(5, 1), torch.ones(5, 1)))
+
+
+def test_initializers_have_their_spread():
+    torch.manual_seed(0)
+    weights = {name: initialize(torch.nn.Linear(400, 300), name).weight for name in
+               ("default", "orthogonal", "glorot", "variance_scaling")}  # fmt: skip
+    product = weights["orthogonal"] @ weights["orthogonal"].T
+    torch.testing.assert_close(product, 2 * torch.eye(300), rtol=1e-3, atol=1e-3)
+    assert weights["glorot"].var().item() == pytest.approx(2 * 2 / 700, rel=0.05)
+    assert weights["variance_scaling"].var().item() == pytest.approx(2 / 400 * 0.774, rel=0.05)  # cut at two sigma
+    assert weights["default"].abs().max() <= 1 / 20
+    assert initialize(torch.nn.Linear(4, 3), "glorot").bias.abs().sum() == 0
+
+
+def test_d2rl_reads_the_input_in_every_layer():
+    args = replace(SMALL, d2rl=True, layer_norm=True, hidden_sizes=(16, 8, 4))
+    net = MLP(3, args.hidden_sizes, args)
+    assert [layer[0].in_features for layer in net.layers] == [3, 19, 11]
+    assert net(torch.randn(5, 3)).shape == (5, 4)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_by_name(name):
+    functions = {"relu": torch.relu, "tanh": torch.tanh, "selu": torch.selu}
+    function = functions.get(name) or getattr(torch.nn.functional, name)
+    net, x = MLP(3, (4,), replace(SMALL, activation=name)), torch.randn(6, 3)
+    torch.testing.assert_close(net(x), function(net.layers[0][0](x)))
+
+
+def test_everything_but_statistics_is_float32():
+    """H33, H44."""
+    agent = make_agent()
+    kinds = {k: v.dtype for k, v in agent.state_dict().items() if "rms" not in k}
+    assert set(kinds.values()) == {torch.float32}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mean, log_sigma = agent.policy(torch.randn(4, 3))
+        assert mean.dtype == log_sigma.dtype == agent.value(torch.randn(4, 3)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"num_minibatches": 7}, ["--num-minibatches 7", "64", "4 and 8"]),
+    ({"num_minibatches": 100}, ["--num-minibatches 100", "64"]),
+    ({"num_envs": 0}, ["--num-envs 0", "at least 1"]),
+    ({"num_steps": -3}, ["--num-steps -3"]),
+    ({"gamma": 1.5}, ["--gamma 1.5", "at most 1"]),
+    ({"clip_coef": 0.0}, ["--clip-coef 0.0", "positive"]),
+    ({"learning_rate": math.nan}, ["--learning-rate nan", "finite"]),
+    ({"ent_coef": math.inf}, ["--ent-coef inf", "finite"]),
+    ({"hidden_sizes": ()}, ["--hidden-sizes ()"]),
+    ({"critic_hidden_sizes": (8, 0)}, ["--critic-hidden-sizes (8, 0)"]),
+    ({"min_lr": 1.0}, ["--min-lr 1.0", "--max-lr"]),
+    ({"reward_log": True}, ["--reward-log", "--reward-min"]),
+    ({"log_sigma_bounds": (-1.0, 0.5)}, ["--log-sigma-bounds"]),
+    ({"play": True}, ["--checkpoint"]),
+])  # fmt: skip
+def test_what_args_refuse(changes, words):
+    with pytest.raises(InputError) as error:
+        replace(SMALL, **changes)
+    text = str(error.value)
+    assert all(word in text for word in words) and "\n" not in text
