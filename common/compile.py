@@ -64,18 +64,21 @@ class TorchThreads:
         if not threads and (device.type != "cpu" or ranks > 1):  # ranks must all split their sums in the same way
             threads = 1 if device.type != "cpu" else max(1, cores // ranks)
         self.candidates = [threads] if threads else sorted(n for n in {1, 2, cores} if n <= cores)
-        self.trials, self.recheck = trials, recheck
-        self.best, self.updates = self.candidates[0], 0
-        self.seconds = {n: [] for n in self.candidates}
-        torch.set_num_threads(1 if not threads else threads)
-        self.rollout_threads = torch.get_num_threads()
+        self.trials, self.recheck, self.updates = trials, recheck, 0
+        self.best, self.announced = self.candidates[0], None
+        self._start_trial()
+        self.rollout_threads = threads or 1
+        torch.set_num_threads(self.rollout_threads)
+
+    def _start_trial(self) -> None:
+        self.seconds: dict[int, list[float]] = {n: [] for n in self.candidates}
+        self.schedule = self.candidates * self.trials if len(self.candidates) > 1 else []
 
     @contextmanager
     def update(self, measure: bool = True):
         """Run one whole update of the training loop in here; measure=False: not one of the usual size."""
-        trial = self.updates % self.recheck
-        measuring = measure and len(self.candidates) > 1 and trial < self.trials * len(self.candidates)
-        threads = self.candidates[trial % len(self.candidates)] if measuring else self.best
+        measuring = measure and bool(self.schedule)
+        threads = self.schedule[0] if measuring else self.best
         torch.set_num_threads(threads)
         start = time.perf_counter()
         try:
@@ -84,13 +87,20 @@ class TorchThreads:
             torch.set_num_threads(self.rollout_threads)
         self.updates += measure
         if measuring:
-            self.seconds[threads].append(time.perf_counter() - start)
-            if trial == self.trials * len(self.candidates) - 1:
-                self._choose()
+            self._record(threads, time.perf_counter() - start)
+        elif self.updates % self.recheck == 0:
+            self._start_trial()
 
-    def _choose(self) -> None:
-        best = min(self.candidates, key=lambda n: min(self.seconds[n]))
-        if best != self.best or self.updates <= self.recheck:
-            times = ", ".join(f"{n}: {1e3 * min(s):.0f} ms" for n, s in self.seconds.items())
-            print(f"torch threads in the update: {best} (measured {times}; fix with --torch-threads)", flush=True)
-        self.best, self.seconds = best, {n: [] for n in self.candidates}
+    def _record(self, threads: int, seconds: float) -> None:
+        self.seconds[threads].append(seconds)
+        self.schedule.pop(0)
+        fastest = {n: min(times) for n, times in self.seconds.items() if times}
+        if seconds > 1.5 * min(fastest.values()):  # one look was enough: a spinning barrier can cost ten times as much
+            self.schedule = [n for n in self.schedule if n != threads]
+        if self.schedule:
+            return
+        self.best = min(fastest, key=fastest.get)
+        if self.best != self.announced:
+            times = ", ".join(f"{n}: {1e3 * t:.0f} ms" for n, t in fastest.items())
+            print(f"torch threads in the update: {self.best} (measured {times}; fix with --torch-threads)", flush=True)
+            self.announced = self.best
