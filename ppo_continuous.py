@@ -484,6 +484,7 @@ def play(args: Args) -> dict[str, float]:
     """Evaluate args.checkpoint and print one JSON line on stdout."""
     _, _, device = distributed.init(args.device)
     agent, state = load_agent(args.checkpoint, device)
+    TorchThreads(args.torch_threads, device)
     torch.manual_seed(args.seed)
     envs = vecenvs.make_for_episodes(args.env_id, args.num_envs, args.num_episodes, device, args.seed, args.env_kwargs)
     checkpoint.check_compatible(args.checkpoint, state, args, envs.env_id, agent_kwargs(envs), NETWORK_ARGS)
