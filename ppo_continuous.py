@@ -39,6 +39,7 @@ NETWORK_ARGS = ("hidden_sizes", "critic_hidden_sizes", "separate", "activation",
                 "norm_obs", "norm_value", "log_sigma_bounds")  # fmt: skip
 SAVE_SECONDS = 30.0  # last.pt is at most about this old when a run crashes
 OBS_CLIP = 10.0  # standard deviations
+MAX_EVAL_LENGTH = 200_000  # steps of one episode, beyond which an evaluation gives up
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ class Args:
     weight_decay: float = 0.0
     """L2 penalty of Adam"""
     recompute_advantages: bool = False
-    """compute values and advantages anew before every pass over the batch"""
+    """compute values (also those that clip_vloss compares with) and advantages anew before every pass over the batch"""
 
     def __post_init__(self):
         check_numbers(self, may_be_infinite="score_to_win reward_min reward_max")
@@ -185,6 +186,10 @@ class Args:
                 raise InputError(f"--{name}hidden-sizes {sizes}: at least one layer, each of at least 1 unit")
         if not self.min_lr < self.max_lr:
             raise InputError(f"--min-lr {self.min_lr}: must be less than --max-lr {self.max_lr}")
+        lrs = learning_rates(self)
+        if self.lr_schedule == "adaptive" and not all(self.min_lr <= lr <= self.max_lr for lr in lrs):
+            raise InputError(f"--learning-rate {lrs[0]} (critic: {lrs[1]}): the adaptive schedule is between --min-lr "
+                             f"{self.min_lr} and --max-lr {self.max_lr}; move these or use another")  # fmt: skip
         if not self.reward_min < self.reward_max:
             raise InputError(f"--reward-min {self.reward_min}: must be less than --reward-max {self.reward_max}")
         if self.log_sigma_bounds[1] - self.log_sigma_bounds[0] <= 2:
@@ -247,7 +252,9 @@ class Agent(nn.Module):
         super().__init__()
         low, high = torch.tensor(action_low), torch.tensor(action_high)
         bounded = low.isfinite() & high.isfinite()
-        self.register_buffer("action_limit", torch.where(bounded, 1.0, torch.inf))
+        self.register_buffer("action_low", low)
+        self.register_buffer("action_high", high)
+        self.register_buffer("action_bounded", bounded.float())
         self.register_buffer("action_scale", torch.where(bounded, (high - low) / 2, 1.0))
         self.register_buffer("action_center", torch.where(bounded, (high + low) / 2, 0.0))
         self.log_sigma_bounds, self.value_size = args.log_sigma_bounds, value_size
@@ -298,8 +305,8 @@ class Agent(nn.Module):
             self.critic_obs_rms.update(critic_obs)
 
     def to_env(self, actions: Tensor) -> Tensor:
-        """Units of [-1, 1] to the environment's: clamped, then scaled (the stored sample stays as it was drawn)."""
-        return actions.clamp(-self.action_limit, self.action_limit) * self.action_scale + self.action_center
+        """Units of [-1, 1] to the environment's, inside its bounds (the stored sample stays as it was drawn)."""
+        return (actions * self.action_scale + self.action_center).clamp(self.action_low, self.action_high)
 
     @torch.no_grad()
     def act(self, obs: Tensor, deterministic: bool = True) -> Tensor:
@@ -383,7 +390,7 @@ def ppo_loss(agent: Agent, args: Args, obs: Tensor, critic_obs: Tensor, actions:
         value_error = torch.max(value_error, (clipped_values - targets) ** 2)
     value_loss = 0.5 * value_error.sum(-1).mean()
     entropy = (log_sigma + 0.5 * math.log(2 * math.pi * math.e)).sum(-1).mean()
-    excess = (mean.abs() - 1.1).clamp(min=0) if args.bounds_loss == "bound" else mean
+    excess = (mean.abs() - 1.1).clamp(min=0) * agent.action_bounded if args.bounds_loss == "bound" else mean
     bounds_loss = (excess**2).sum(-1).mean()
     extra = agent.extra_losses(obs)
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy + args.bounds_loss_coef * bounds_loss
@@ -416,13 +423,14 @@ def load_agent(path: str | Path, device: str | torch.device = "cpu") -> tuple[Ag
     return agent, state
 
 
-def count_iterations(total_timesteps: int, batch_size: int, seeding: bool) -> int:
-    """Iterations of batch_size env transitions. Raises InputError if none of them would train."""
-    if total_timesteps < (1 + seeding) * batch_size:
-        why = ", twice because the first one only seeds the normalisers" if seeding else ""
-        raise InputError(f"--total-timesteps {total_timesteps}: must be at least {(1 + seeding) * batch_size}, an "
-                         f"iteration (num_envs*num_steps*ranks){why}")  # fmt: skip
-    return total_timesteps // batch_size
+def count_iterations(total_timesteps: int, global_step: int, batch_size: int, seed_statistics: bool) -> int:
+    """Iterations of batch_size env transitions, those before global_step too. Raises InputError if none would train."""
+    needed = (1 + seed_statistics) * batch_size
+    if total_timesteps < needed:
+        why = ", twice because the first one only seeds the normalisers" if seed_statistics else ""
+        raise InputError(f"--total-timesteps {total_timesteps}: must be at least {needed}, an iteration "
+                         f"(num_envs*num_steps*ranks){why}")  # fmt: skip
+    return global_step // batch_size + (total_timesteps - global_step) // batch_size
 
 
 def learning_rates(args: Args) -> tuple[float, float]:
@@ -448,9 +456,9 @@ def make_optimizer(agent: Agent, args: Args, state: dict | None) -> torch.optim.
     optimizer = torch.optim.Adam(groups, **adam)
     if state:
         optimizer.load_state_dict(state["optimizer"])
-        old_lrs = learning_rates(Args(**state["args"]))
+        old_lrs = learning_rates(checkpoint.saved_args(args.resume, state, Args))
         for group, lr, old_lr in zip(optimizer.param_groups, learning_rates(args), old_lrs, strict=True):
-            group["weight_decay"] = args.weight_decay
+            group |= {"weight_decay": args.weight_decay, "capturable": adam["capturable"], "lr": group["lr"].to(device)}
             if lr != old_lr:
                 group["lr"].fill_(lr)
     return optimizer
@@ -462,11 +470,13 @@ def evaluate(agent: Agent, envs: VecEnv, num_episodes: int, deterministic: bool)
 
     Only reads the agent. num_episodes is a multiple of envs.num_envs (vecenvs.make_for_episodes sees to it).
     """
-    start, per_env = time.perf_counter(), num_episodes // envs.num_envs
+    start, per_env, rng_state = time.perf_counter(), num_episodes // envs.num_envs, checkpoint.rng_state()
     scores: list[list[tuple[float, int]]] = [[] for _ in range(envs.num_envs)]
     returns, lengths = torch.zeros(envs.num_envs, dtype=torch.float64), torch.zeros(envs.num_envs, dtype=torch.int64)
     obs, _ = envs.reset()
     while min(map(len, scores)) < per_env:
+        if lengths.max() > MAX_EVAL_LENGTH:
+            raise InputError(f"{envs.env_id}: no end of an episode in {MAX_EVAL_LENGTH} steps; it needs a time limit")
         step = envs.step(agent.act(obs, deterministic))
         obs = step.obs
         returns += step.rewards.view(envs.num_envs, -1).sum(-1).double().cpu()
@@ -474,6 +484,7 @@ def evaluate(agent: Agent, envs: VecEnv, num_episodes: int, deterministic: bool)
         for i in (step.terminations | step.truncations).nonzero().flatten().tolist():
             scores[i].append((returns[i].item(), lengths[i].item()))
             returns[i], lengths[i] = 0.0, 0
+    checkpoint.set_rng_state(rng_state)  # the training's noise goes on as if nothing had been sampled here
     returns, lengths = np.array([episode for episodes in scores for episode in episodes[:per_env]]).T
     result = {"mean": returns.mean(), "std": returns.std(), "min": returns.min(), "max": returns.max(),
               "length": lengths.mean(), "seconds": time.perf_counter() - start}  # fmt: skip
@@ -482,7 +493,7 @@ def evaluate(agent: Agent, envs: VecEnv, num_episodes: int, deterministic: bool)
 
 def play(args: Args) -> dict[str, float]:
     """Evaluate args.checkpoint and print one JSON line on stdout."""
-    _, _, device = distributed.init(args.device)
+    rank, _, device = distributed.init(args.device)
     agent, state = load_agent(args.checkpoint, device)
     TorchThreads(args.torch_threads, device)
     torch.manual_seed(args.seed)
@@ -490,7 +501,9 @@ def play(args: Args) -> dict[str, float]:
     checkpoint.check_compatible(args.checkpoint, state, args, envs.env_id, agent_kwargs(envs), NETWORK_ARGS)
     result = evaluate(agent, envs, args.num_episodes, args.deterministic)
     envs.close()
-    print(json.dumps(result), flush=True)
+    if rank == 0:
+        print(json.dumps(result), flush=True)
+    distributed.close()
     return result
 
 
@@ -500,23 +513,23 @@ def main(args: Args) -> dict[str, float]:
         return play(args)
     # ---- setup ----
     rank, world_size, device = distributed.init(args.device)
-    T, N, B, G = args.num_steps, args.num_envs, args.num_steps * args.num_envs, args.num_minibatches
-    batch_size, seeding = B * world_size, args.norm_obs or args.norm_value
-    num_iterations = count_iterations(args.total_timesteps, batch_size, seeding)
+    T, N, B = args.num_steps, args.num_envs, args.num_steps * args.num_envs
+    batch_size, seed_statistics = B * world_size, args.norm_obs or args.norm_value
     if args.track:
-        import_wandb()
+        import_wandb()  # now, before anything is created
     resume = cli.resume_path(args.resume, args.run_name)
-    state = checkpoint.load_for(SCRIPT, resume, device) if resume else None
+    state = checkpoint.load_for(SCRIPT, resume) if resume else None
     global_step, best_return = (state["global_step"], state["best_return"]) if state else (0, -math.inf)
+    num_iterations = count_iterations(args.total_timesteps, global_step, batch_size, seed_statistics)
     random.seed(args.seed + rank), np.random.seed((args.seed + rank) % 2**32), torch.manual_seed(args.seed)
     threads = TorchThreads(args.torch_threads, device)
-    # With global_step in the seed, a resumed run does not play the episodes of its beginning again.
     env_seed, env_kwargs = vecenvs.derive_seed(args.seed, rank, global_step), vecenvs.parse_env_kwargs(args.env_kwargs)
     envs = vecenvs.make(args.env_id, N, device, env_seed, env_kwargs)
     kwargs = agent_kwargs(envs)
     agent = Agent(args, **kwargs).to(device)
     distributed.broadcast(agent)
-    torch.manual_seed(vecenvs.derive_seed(args.seed, rank, 1))  # only now: weights are equal on all ranks, noise is not
+    # Only now: weights are equal on all ranks, noise is not. With global_step a resumed run does not repeat its start.
+    torch.manual_seed(vecenvs.derive_seed(args.seed, rank, global_step + 1))
 
     episodes, next_obs, next_critic_obs = EpisodeStats(N, args.games_to_track), None, None
     if state:
@@ -540,7 +553,7 @@ def main(args: Args) -> dict[str, float]:
              "old_log_sigma": old_log_sigma, "old_logprobs": old_logprobs, "old_values": old_values,
              "advantages": advantages, "targets": targets}  # fmt: skip
     batch = {name: x.flatten(0, 1) for name, x in batch.items()}  # views, [B, ..]
-    in_order = torch.arange(B, device=device).view(G, -1)
+    in_order = torch.arange(B, device=device).view(args.num_minibatches, -1)
 
     # ---- hot path ----
     @torch.no_grad()
@@ -550,36 +563,38 @@ def main(args: Args) -> dict[str, float]:
         return action, agent.to_env(action)
 
     @torch.no_grad()
-    def store_old_policy(rows: Tensor) -> None:
-        """Of the stored actions, in the shapes that update_step uses: with equal weights the ratio is exactly 1."""
-        mean, log_sigma = agent.policy(batch["obs"][rows])
-        batch["old_mean"][rows], batch["old_log_sigma"][rows] = mean, log_sigma
-        batch["old_logprobs"][rows] = gaussian_logprob(mean, log_sigma, batch["actions"][rows])
+    def store_old_policy(mb_inds: Tensor) -> None:
+        """Of the stored actions, in update_step's shapes and so with its rounding: equal weights give a ratio of 1."""
+        mean, log_sigma = agent.policy(batch["obs"][mb_inds])
+        batch["old_mean"][mb_inds], batch["old_log_sigma"][mb_inds] = mean, log_sigma
+        batch["old_logprobs"][mb_inds] = gaussian_logprob(mean, log_sigma, batch["actions"][mb_inds])
 
     @torch.no_grad()
     def estimate_advantages() -> None:
-        for rows in in_order:
-            batch["old_values"][rows] = agent.normalized_value(batch["critic_obs"][rows])
+        """Fill values, returns, targets and advantages from the rollout, its last next_critic_obs and its finals."""
+        for mb_inds in in_order:
+            batch["old_values"][mb_inds] = agent.normalized_value(batch["critic_obs"][mb_inds])
         values.copy_(agent.denormalize_value(old_values))
         next_values = torch.cat([values[1:], agent.value(next_critic_obs)[None]])
-        # A truncated episode would have gone on from its last observation, not from the next episode's first. Where a
-        # simulator drops that observation (nothing in finals), V(s_t) stands in, off by one step of reward.
+        # A truncated episode would have gone on from its last observation (in finals), not from the next one's first.
+        # V(s_t), off by one step of reward, stays only where a simulator drops that observation.
         next_values = torch.where(truncations[..., None], values, next_values)
         for t, final_critic_obs in finals:
             next_values[t] = torch.where(truncations[t, :, None], agent.value(final_critic_obs), next_values[t])
-        shaped, ends = shape_rewards(rewards, args), (terminations[..., None], (terminations | truncations)[..., None])
-        new_advantages, new_returns = compute_gae(shaped, values, next_values, *ends, args.gamma, args.gae_lambda)
+        terminated, done = terminations[..., None], (terminations | truncations)[..., None]
+        shaped = shape_rewards(rewards, args)
+        heads, new_returns = compute_gae(shaped, values, next_values, terminated, done, args.gamma, args.gae_lambda)
         returns.copy_(new_returns)
         targets.copy_(agent.value_rms(returns) if args.norm_value else returns)
-        advantages.copy_(new_advantages.sum(-1))
+        advantages.copy_(heads.sum(-1))
         if args.norm_adv:
             advantages.sub_(distributed.average(advantages.mean()))
             advantages.div_(distributed.average((advantages**2).mean()).sqrt() + 1e-8)
 
-    def update_step(rows: Tensor) -> Tensor:
-        """One gradient step on batch rows [M]; returns METRICS, still on the device."""
+    def update_step(mb_inds: Tensor) -> Tensor:
+        """One gradient step on batch rows mb_inds [M]; returns METRICS, still on the device."""
         optimizer.zero_grad()
-        loss, metrics = loss_fn(agent, args, **{name: x[rows] for name, x in batch.items()})
+        loss, metrics = loss_fn(agent, args, **{name: x[mb_inds] for name, x in batch.items()})
         loss.backward()
         metrics = distributed.average_gradients(parameters, metrics)
         metrics[GRAD_NORM] = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm, foreach=True)
@@ -593,20 +608,22 @@ def main(args: Args) -> dict[str, float]:
     def train_epoch(epoch: int) -> Tensor:
         """One pass over the batch in random order; returns the sum of METRICS over its gradient steps."""
         if epoch == 0:
-            for rows in in_order:
-                store_old_policy(rows)
+            for mb_inds in in_order:
+                store_old_policy(mb_inds)
         elif args.recompute_advantages:
             estimate_advantages()
         metrics_sum = torch.zeros(len(metric_names), device=device)
-        for rows in torch.randperm(B, device=device).view(G, -1):
-            metrics_sum += update_step(rows)
+        for mb_inds in torch.randperm(B, device=device).view(args.num_minibatches, -1):
+            metrics_sum += update_step(mb_inds)
         if args.lr_schedule == "adaptive" and args.kl_interval == "epoch":
-            adapt_learning_rates(lrs, metrics_sum[KL] / G, args)
+            adapt_learning_rates(lrs, metrics_sum[KL] / args.num_minibatches, args)
         return metrics_sum
 
+    # From here on these names mean the fast versions.
     use_compile = device.type == "cuda" if args.compile is None else args.compile
     policy_step, loss_fn = compile_pure(policy_step, use_compile), compile_pure(ppo_loss, use_compile)
     update_step = cuda_graph(update_step, enabled=use_compile and device.type == "cuda" and world_size == 1)
+    num_updates = args.update_epochs * args.num_minibatches
     metric_names = [f"losses/{name}" for name in (*METRICS, *agent.extra_losses(obs[0, :2]))]
 
     # ---- train ----
@@ -644,7 +661,8 @@ def main(args: Args) -> dict[str, float]:
                 next_obs, next_critic_obs = step.obs, step.critic_obs
             global_step += batch_size
 
-            train = not seeding or state is not None or iteration > 1
+            # The first rollout only seeds the normalisers' statistics; a resumed run has them already.
+            train = not seed_statistics or state is not None or iteration > 1
             metrics_sum = torch.zeros(len(metric_names), device=device)
             with logger.phase("update"), threads.update(measure=train):
                 estimate_advantages()
@@ -656,13 +674,13 @@ def main(args: Args) -> dict[str, float]:
                 # Only now: rollout and update saw the same statistics, so the first ratio of every update is exactly 1.
                 agent.update_statistics(batch["obs"], batch["critic_obs"], returns.flatten(0, 1))
 
-            # ---- log and save: the only host synchronisation of the iteration ----
+            # ---- log and save: only here does the host wait for the device ----
             observations = [(obs, next_obs), (critic_obs, next_critic_obs)]
             check_finite(observations, rewards, metrics_sum[NONFINITE].item(), iteration, run_dir)
             episodes.update(rewards.sum(-1), terminations | truncations)
             log = episodes.metrics() | {"charts/SPS": logger.sps(global_step), "charts/learning_rate": lrs[0].item()}
             if train:
-                log |= zip(metric_names, (metrics_sum / (args.update_epochs * G)).tolist(), strict=True)
+                log |= zip(metric_names, (metrics_sum / num_updates).tolist(), strict=True)
                 log["losses/explained_variance"] = explained_variance(values, returns)
             score, names = log["charts/episodic_return"] if episodes.full else -math.inf, []
             if distributed.any_rank(stop.requested, device):
@@ -690,7 +708,8 @@ def main(args: Args) -> dict[str, float]:
             if stop_reason:
                 break
     logger.close(f"stopped at global_step={global_step}: {stop_reason or 'nothing left to do'}; {run_dir}/last.pt")
-    envs.close()
+    for vec_env in filter(None, (envs, evaluation_envs)):
+        vec_env.close()
     distributed.close()
     return log
 

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from common.envs.base import available_cores
+
 
 def compile_pure(fn: Callable, enabled: bool) -> Callable:
     """torch.compile of a function whose only effect may be the random state; fn itself when not enabled."""
@@ -59,7 +61,7 @@ class TorchThreads:
     """
 
     def __init__(self, threads: int, device: torch.device, trials: int = 3, recheck: int = 200):
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = available_cores()
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         if not threads and (device.type != "cpu" or ranks > 1):  # ranks must all split their sums in the same way
             threads = 1 if device.type != "cpu" else max(1, cores // ranks)

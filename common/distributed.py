@@ -29,6 +29,10 @@ def init(device_name: str) -> tuple[int, int, torch.device]:
             raise InputError(
                 f"--device {device_name}: this torch ({torch.__version__}) sees no CUDA GPU; use --device cpu"
             )
+        if world_size > 1 and device.index is not None:
+            raise InputError(
+                f"--device {device_name}: with {world_size} ranks each takes its own GPU; use --device cuda"
+            )
         index = device.index if device.index is not None else int(os.environ.get("LOCAL_RANK", 0))
         if index >= torch.cuda.device_count():
             raise InputError(f"--device cuda:{index}: there are {torch.cuda.device_count()} GPUs; ranks need one each")

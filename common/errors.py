@@ -28,7 +28,8 @@ def check_range(args: Any, low: float, high: float, names: str) -> None:
 def check_numbers(args: Any, may_be_infinite: str) -> None:
     """Raises InputError if a float field is NaN, or infinite and not named."""
     for name, value in vars(args).items():
-        if isinstance(value, float) and (value != value or abs(value) == float("inf") and name not in may_be_infinite):
+        numbers = [x for x in (value if isinstance(value, tuple) else (value,)) if isinstance(x, float)]
+        if any(x != x or abs(x) == float("inf") and name not in may_be_infinite.split() for x in numbers):
             raise InputError(f"{flag(name)} {value}: must be a finite number")
 
 

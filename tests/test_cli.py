@@ -327,8 +327,8 @@ def test_whole_numbers(text, value):
 def test_other_values():
     args = parse("--learning-rate", "1e-3", "--critic-learning-rate=None", "--score-to-win=inf", "--reward-min=-2.5",
                  "--hidden-sizes", "64", "32", "--env-kwargs", "a=1", "b=x=y", "--log-sigma-bounds", "-4", "1",
-                 "--run-name=True", "--learning_rate", "2e-3")  # fmt: skip
-    assert args.learning_rate == 2e-3 and args.critic_learning_rate is None and args.score_to_win == float("inf")
+                 "--run-name=True", "--learning_rate", "2e-4")  # fmt: skip
+    assert args.learning_rate == 2e-4 and args.critic_learning_rate is None and args.score_to_win == float("inf")
     assert args.reward_min == -2.5 and args.hidden_sizes == (64, 32) and args.log_sigma_bounds == (-4.0, 1.0)
     assert args.env_kwargs == ("a=1", "b=x=y") and args.run_name == "True"
 

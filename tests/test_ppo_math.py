@@ -6,12 +6,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from torch.distributions import Independent, Normal, kl_divergence
 
 from common.errors import InputError
 from ppo_continuous import (
     ACTIVATIONS,
+    METRICS,
     MLP,
+    OBS_CLIP,
     Agent,
     Args,
     adapt_learning_rates,
@@ -77,6 +80,7 @@ def test_gae_numbers_of_case_h1(terminated, expected):
     torch.testing.assert_close(advantages[:, 0], torch.tensor(expected), rtol=1e-5, atol=1e-5)
     neighbour, _ = compute_gae(rewards, values, next_values, torch.zeros(4, 2), torch.zeros(4, 2), 0.99, 0.95)
     torch.testing.assert_close(advantages[:, 1], neighbour[:, 1])  # an env next to it does not change
+    assert neighbour[:2, 0].tolist() == pytest.approx([6.980, 5.412], abs=1e-3)  # what a missing boundary would give
 
 
 def test_logprob_entropy_and_kl_equal_torch_distributions():
@@ -107,6 +111,18 @@ def test_actions_of_asymmetric_and_unbounded_boxes():
     agent = make_agent(action_low=[0.0, -2.0, -math.inf], action_high=[5.0, 4.0, math.inf])
     actions = agent.to_env(torch.tensor([[0.0, 0.0, 7.0], [1.0, 1.0, -7.0], [-9.0, -9.0, 0.0]]))
     torch.testing.assert_close(actions, torch.tensor([[2.5, 1.0, 7.0], [5.0, 4.0, -7.0], [0.0, -2.0, 0.0]]))
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_act_stays_in_the_box_and_is_raw_where_there_is_none(deterministic):
+    box = spaces.Box(np.float32([0, -3, -np.inf, 2]), np.float32([5, -1, np.inf, np.inf]))
+    agent = make_agent(action_low=box.low.tolist(), action_high=box.high.tolist())
+    for bias in (-100.0, 0.0, 100.0):
+        agent.mean_head.bias.data.fill_(bias)
+        actions = agent.act(torch.randn(50, 3), deterministic)
+        assert actions.dtype == torch.float32 and not actions.requires_grad
+        assert all(box.contains(row) for row in actions.numpy())
+        assert abs(actions[:, 2].mean().item() - bias) < 1  # no bounds: units and value of the policy
 
 
 def test_smooth_clamp_and_hard_clamp():
@@ -143,6 +159,17 @@ def test_log_sigma_is_untouched_inside_bounded_outside_and_never_without_gradien
         assert gaussian_logprob(mean, log_sigma, sample).isfinite().all()
 
 
+def test_bounds_loss_is_of_bounded_actions_only():
+    agent = make_agent(action_low=[-1.0, -math.inf], action_high=[1.0, math.inf])
+    agent.mean_head.bias.data.copy_(torch.tensor([2.1, 50.0]))
+    agent.mean_head.weight.data.zero_()
+    rows = {"obs": torch.randn(4, 3), "critic_obs": torch.randn(4, 3), "actions": torch.zeros(4, 2),
+            "old_mean": torch.zeros(4, 2), "old_log_sigma": torch.zeros(4, 2), "old_logprobs": torch.zeros(4),
+            "advantages": torch.zeros(4), "old_values": torch.zeros(4, 1), "targets": torch.zeros(4, 1)}  # fmt: skip
+    metrics = ppo_loss(agent, SMALL, **rows)[1]
+    assert metrics[METRICS.index("bounds_loss")].item() == pytest.approx(1.0, rel=1e-4)
+
+
 def test_sigma_head_starts_uniform():
     """H44: the constant is in the bias."""
     agent = make_agent(replace(SMALL, fixed_sigma=False, log_sigma_init=-0.3))
@@ -153,32 +180,43 @@ def test_sigma_head_starts_uniform():
 
 
 def reference_loss(agent, args, batch):
-    """PPO's objective row by row in Python floats."""
+    """PPO's objective and its metrics row by row in Python floats."""
     mean, log_sigma = (x.tolist() for x in agent.policy(batch["obs"]))
     values = agent.normalized_value(batch["critic_obs"]).tolist()
     rows = range(len(mean))
-    policy = value = entropy = bounds = 0.0
+    policy = value = entropy = bounds = kl = clipped_rows = 0.0
     for i in rows:
         logprob = 0.0
         for m, s, a in zip(mean[i], log_sigma[i], batch["actions"][i].tolist(), strict=True):
             logprob += -0.5 * ((a - m) / math.exp(s)) ** 2 - s - 0.5 * math.log(2 * math.pi)
             entropy += 0.5 + 0.5 * math.log(2 * math.pi) + s
             bounds += max(m - 1.1, 0) ** 2 + min(m + 1.1, 0) ** 2 if args.bounds_loss == "bound" else m * m
+        olds = zip(batch["old_mean"][i].tolist(), batch["old_log_sigma"][i].tolist(), strict=True)
+        for m, s, (m0, s0) in zip(mean[i], log_sigma[i], olds, strict=True):
+            kl += s - s0 + (math.exp(2 * s0) + (m0 - m) ** 2) / (2 * math.exp(2 * s)) - 0.5
         ratio = math.exp(logprob - batch["old_logprobs"][i].item())
-        advantage = batch["advantages"][i].item()
-        policy += -min(advantage * ratio, advantage * min(max(ratio, 1 - args.clip_coef), 1 + args.clip_coef))
+        advantage, clip = batch["advantages"][i].item(), args.clip_coef
+        bounded = min(max(ratio, 1 - clip), 1 + clip)
+        if args.smooth_clamp:
+            bounded = 1 - clip + 2 * clip / (1 + math.exp(-2 * (ratio - 1) / clip))
+        policy += -min(advantage * ratio, advantage * bounded)
+        clipped_rows += ratio > 1 + clip or ratio < 1 - clip
         heads = zip(values[i], batch["old_values"][i].tolist(), batch["targets"][i].tolist(), strict=True)
         for v, old, target in heads:
             clipped = old + min(max(v - old, -args.clip_coef), args.clip_coef)
             value += 0.5 * max((v - target) ** 2, (clipped - target) ** 2 if args.clip_vloss else 0.0)
     n = len(mean)
-    return (policy + args.vf_coef * value - args.ent_coef * entropy + args.bounds_loss_coef * bounds) / n
+    loss = (policy + args.vf_coef * value - args.ent_coef * entropy + args.bounds_loss_coef * bounds) / n
+    return loss, [x / n for x in (policy, value, entropy, kl, clipped_rows, bounds)]
 
 
-@pytest.mark.parametrize("changes", [
-    {}, {"clip_vloss": True}, {"ent_coef": 0.1, "bounds_loss_coef": 2.0},
+LOSSES = pytest.mark.parametrize("changes", [
+    {}, {"clip_vloss": True}, {"ent_coef": 0.1, "bounds_loss_coef": 2.0}, {"smooth_clamp": True},
     {"bounds_loss": "regularisation", "bounds_loss_coef": 0.5}, {"vf_coef": 3.0, "clip_coef": 0.05},
 ])  # fmt: skip
+
+
+@LOSSES
 @pytest.mark.parametrize("value_size", [1, 3])
 def test_loss_equals_a_scalar_loop(changes, value_size):
     args = replace(SMALL, **changes)
@@ -188,12 +226,60 @@ def test_loss_equals_a_scalar_loop(changes, value_size):
     M = 20
     batch = {"obs": torch.randn(M, 3), "critic_obs": torch.randn(M, 3), "actions": torch.randn(M, 2)}
     mean, log_sigma = (x.detach() for x in agent.policy(batch["obs"]))
-    batch |= {"old_mean": mean + 0.1, "old_log_sigma": log_sigma, "advantages": torch.randn(M)}
-    batch["old_logprobs"] = gaussian_logprob(mean + 0.1, log_sigma, batch["actions"])
+    batch |= {"old_mean": mean + 0.1, "old_log_sigma": log_sigma + 0.2, "advantages": torch.randn(M)}
+    batch["old_logprobs"] = gaussian_logprob(mean + 0.1, log_sigma + 0.2, batch["actions"])
     batch |= {"old_values": torch.randn(M, value_size), "targets": torch.randn(M, value_size)}
     loss, metrics = ppo_loss(agent, args, **batch)
-    assert loss.item() == pytest.approx(reference_loss(agent, args, batch), rel=1e-4)
+    expected, expected_metrics = reference_loss(agent, args, batch)
+    assert loss.item() == pytest.approx(expected, rel=1e-4)
+    assert METRICS[:6] == ("policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "bounds_loss")
+    assert metrics[:6].tolist() == pytest.approx(expected_metrics, rel=1e-4, abs=1e-6)
+    assert expected_metrics[4] > 0 and expected_metrics[5] > 0  # the case reaches the clipping and the bounds
     assert not metrics.requires_grad and loss.dtype == torch.float32
+
+
+class Outputs:
+    """Stands in for an Agent: its outputs are free variables, so that the loss can be differentiated by them."""
+
+    def __init__(self, mean, log_sigma, values):
+        self.mean, self.log_sigma, self.values = mean, log_sigma, values
+        self.action_bounded = torch.ones(mean.shape[-1], dtype=torch.bool)
+
+    def policy(self, obs):
+        return self.mean, self.log_sigma
+
+    def normalized_value(self, critic_obs):
+        return self.values
+
+    def extra_losses(self, obs):
+        return {}
+
+
+@LOSSES
+def test_gradient_equals_finite_differences_of_the_scalar_loop(changes):
+    args = replace(SMALL, **changes)
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    M, A, V, h = 6, 2, 2, 1e-6
+    outputs = [2 * normal(M, A), 0.3 * normal(M, A), normal(M, V)]
+    batch = {"obs": normal(M, 1), "critic_obs": normal(M, 1), "actions": outputs[0] + 0.5 * normal(M, A),
+             "old_mean": outputs[0] + 0.2 * normal(M, A), "old_log_sigma": outputs[1] + 0.1 * normal(M, A),
+             "advantages": normal(M), "targets": normal(M, V)}  # fmt: skip
+    batch["old_values"] = outputs[2] + 0.3 * normal(M, V)
+    batch["old_logprobs"] = gaussian_logprob(batch["old_mean"], batch["old_log_sigma"], batch["actions"])
+    leaves = [x.clone().requires_grad_() for x in outputs]
+    ppo_loss(Outputs(*leaves), args, **batch)[0].backward()
+    for x, leaf in zip(outputs, leaves, strict=True):
+        for index in np.ndindex(*x.shape):
+            value, losses = x[index].item(), []
+            for step in (h, -h):
+                x[index] = value + step
+                losses.append(reference_loss(Outputs(*outputs), args, batch)[0])
+            x[index] = value
+            assert leaf.grad[index].item() == pytest.approx((losses[0] - losses[1]) / (2 * h), rel=1e-5, abs=1e-8)
 
 
 def test_value_in_reward_units_and_targets_share_their_statistics():
@@ -217,6 +303,30 @@ def test_critic_state_does_not_reach_the_actor():
     assert state.grad.abs().sum() > 0
     assert all(p.grad is None for p in agent.actor.parameters())
     assert agent.critic is not agent.actor and agent.critic_obs_rms is not agent.obs_rms
+    args, state.grad = replace(SMALL, vf_coef=0.0, ent_coef=0.1, bounds_loss_coef=0.1), None
+    rows = {"obs": torch.randn(4, 3, requires_grad=True), "critic_obs": state, "actions": torch.randn(4, 2),
+            "old_mean": torch.zeros(4, 2), "old_log_sigma": torch.zeros(4, 2), "old_logprobs": torch.zeros(4),
+            "advantages": torch.randn(4), "old_values": torch.zeros(4, 1), "targets": torch.ones(4, 1)}  # fmt: skip
+    ppo_loss(agent, args, **rows)[0].backward()
+    assert rows["obs"].grad.abs().sum() > 0 and (state.grad is None or not state.grad.any())
+
+
+def test_actor_and_critic_share_their_layers_only_where_they_see_the_same():
+    shared = make_agent(replace(SMALL, separate=False))
+    assert shared.critic is shared.actor and shared.critic_obs_rms is shared.obs_rms
+    asymmetric = make_agent(replace(SMALL, separate=False), critic_obs_dim=7, asymmetric=True)
+    assert asymmetric.critic is not asymmetric.actor
+    assert make_agent(replace(SMALL, critic_hidden_sizes=(5,))).critic.out_features == 5
+
+
+def test_observations_are_normalised_and_outliers_cut():
+    agent = make_agent()
+    agent.obs_rms.update(torch.randn(1000, 3) * 10 + 100)
+    encoded = agent.encode(torch.tensor([[100.0, 110.0, 1e9], [100.0, 90.0, -1e9]]), agent.obs_rms)
+    torch.testing.assert_close(encoded[:, :2], torch.tensor([[0.0, 1.0], [0.0, -1.0]]), rtol=0.2, atol=0.2)
+    assert encoded[:, 2].tolist() == [OBS_CLIP, -OBS_CLIP]
+    raw = make_agent(replace(SMALL, norm_obs=False))
+    assert torch.equal(raw.encode(torch.tensor([[1e9, 0.0, 1.0]]), raw.obs_rms), torch.tensor([[1e9, 0.0, 1.0]]))
 
 
 def test_adaptive_rule_moves_both_groups_between_its_bounds():
@@ -261,11 +371,22 @@ def test_initializers_have_their_spread():
     assert initialize(torch.nn.Linear(4, 3), "glorot").bias.abs().sum() == 0
 
 
+@pytest.mark.parametrize("name", ["orthogonal", "glorot", "variance_scaling"])
+def test_policy_starts_near_zero_with_the_asked_sigma(name):
+    agent = make_agent(replace(SMALL, initializer=name, log_sigma_init=-1.5))
+    mean, log_sigma = agent.policy(torch.randn(100, 3))
+    assert mean.abs().max() < 0.1 and (log_sigma == -1.5).all()
+
+
 def test_d2rl_reads_the_input_in_every_layer():
     args = replace(SMALL, d2rl=True, layer_norm=True, hidden_sizes=(16, 8, 4))
     net = MLP(3, args.hidden_sizes, args)
     assert [layer[0].in_features for layer in net.layers] == [3, 19, 11]
-    assert net(torch.randn(5, 3)).shape == (5, 4)
+    x = torch.randn(5, 3)
+    h = net.layers[0](x)
+    for layer in net.layers[1:]:
+        h = layer(torch.cat([h, x], 1))
+    assert torch.equal(net(x), h) and h.shape == (5, 4)
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -279,8 +400,8 @@ def test_activations_by_name(name):
 def test_everything_but_statistics_is_float32():
     """H33, H44."""
     agent = make_agent()
-    kinds = {k: v.dtype for k, v in agent.state_dict().items() if "rms" not in k}
-    assert set(kinds.values()) == {torch.float32}
+    kinds = {k: v.dtype for k, v in agent.state_dict().items() if "rms" not in k and v.dtype != torch.bool}
+    assert set(kinds.values()) == {torch.float32} and "log_sigma" in kinds
     with torch.autocast("cpu", dtype=torch.bfloat16):
         mean, log_sigma = agent.policy(torch.randn(4, 3))
         assert mean.dtype == log_sigma.dtype == agent.value(torch.randn(4, 3)).dtype == torch.float32
@@ -298,8 +419,20 @@ def test_everything_but_statistics_is_float32():
     ({"hidden_sizes": ()}, ["--hidden-sizes ()"]),
     ({"critic_hidden_sizes": (8, 0)}, ["--critic-hidden-sizes (8, 0)"]),
     ({"min_lr": 1.0}, ["--min-lr 1.0", "--max-lr"]),
+    *[({name: 0}, [f"--{name.replace('_', '-')} 0", "at least 1"])
+      for name in ("num_minibatches", "update_epochs", "num_episodes", "games_to_track", "total_timesteps")],
+    *[({name: -1}, [f"--{name.replace('_', '-')} -1", "at least 0"])
+      for name in ("seed", "torch_threads", "save_interval", "save_best_after", "eval_interval", "learning_rate",
+                   "critic_learning_rate", "min_lr", "vf_coef", "bounds_loss_coef", "weight_decay")],
+    ({"gae_lambda": -0.1}, ["--gae-lambda -0.1", "at least 0"]),
+    *[({name: 0.0}, [f"--{name.replace('_', '-')} 0.0", "positive"]) for name in ("max_grad_norm", "kl_threshold")],
+    ({"reward_min": 1.0, "reward_max": 1.0}, ["--reward-min 1.0", "--reward-max 1.0"]),
+    ({"reward_min": math.nan}, ["--reward-min nan", "finite"]),
     ({"reward_log": True}, ["--reward-log", "--reward-min"]),
     ({"log_sigma_bounds": (-1.0, 0.5)}, ["--log-sigma-bounds"]),
+    ({"log_sigma_bounds": (math.nan, 2.0)}, ["--log-sigma-bounds", "finite"]),
+    ({"learning_rate": 0.1}, ["--learning-rate 0.1", "--max-lr 0.001"]),
+    ({"critic_learning_rate": 1e-7}, ["critic: 1e-07", "--min-lr 1e-06"]),
     ({"play": True}, ["--checkpoint"]),
 ])  # fmt: skip
 def test_what_args_refuse(changes, words):

@@ -60,9 +60,26 @@ def test_empty_batches_and_forward_change_nothing():
     before = {k: v.clone() for k, v in rms.state_dict().items()}
     rms.update(torch.empty(0, 2))
     rms.update(torch.randn(4, 2), torch.zeros(4, dtype=torch.bool))
-    rms(torch.randn(5, 2))
-    rms.denormalize(torch.randn(5, 2))
+    for mode in (rms.train(), rms.eval()):
+        mode(torch.randn(5, 2))
+        mode.denormalize(torch.randn(5, 2))
     assert all(torch.equal(v, before[k]) for k, v in rms.state_dict().items())
+
+
+def test_mask_of_rows_with_several_axes():
+    x, mask = torch.randn(6, 2, 3), torch.tensor([True, False, True, True, False, False])
+    masked, plain = RunningMeanStd((2, 3)), RunningMeanStd((2, 3))
+    masked.update(x, mask)
+    plain.update(x[mask])
+    torch.testing.assert_close(masked.var, plain.var)
+    assert masked.mean.shape == (2, 3) and masked.count == 3
+
+
+def test_constant_feature_far_from_zero_stays_finite():
+    rms, x = RunningMeanStd(1), torch.full((100, 1), 1e6 + 0.5)
+    for _ in range(5):
+        rms.update(x)
+    assert 0 <= rms.var.item() < 1e-6 and rms(x).abs().max() < 1e-3
 
 
 def test_without_data_forward_is_the_identity():

@@ -98,6 +98,48 @@ class Asymmetric(Probe):
         return obs, 1e3 * torch.randn(self.num_envs, 7, generator=self.generator) + 5e3
 
 
+class Staggered(Asymmetric):
+    """Env i starts at step i of its episode; even envs terminate, odd ones are cut. Keeps what it gave."""
+
+    tells_final, last = True, None
+
+    def reset(self):
+        Staggered.last, self.steps = self, []
+        self.t = torch.arange(self.num_envs) % self.length
+        self.current = self.before = self.observe()
+        return self.current
+
+    def step(self, actions):
+        self.t = self.t + 1
+        done, even = self.t >= self.length, torch.arange(self.num_envs) % 2 == 0
+        final, first = self.observe(), self.observe()
+        self.t = torch.where(done, 0, self.t)
+        self.before = self.current
+        self.current = tuple(torch.where(done[:, None], b, a) for a, b in zip(final, first, strict=True))
+        cut = done & ~even
+        tell = cut.any() and self.tells_final
+        rewards = torch.randn(self.num_envs, generator=self.generator)
+        step = Step(*self.current, rewards, done & even, cut, *(final if tell else (None, None)))
+        self.steps.append((self.before[1], step))
+        return step
+
+
+class Meddler(Probe):
+    """Keeps the actions it was given, then overwrites them in place."""
+
+    given: list = []
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.action_space = spaces.Box(0, 5, (1,), np.float32)
+        Meddler.given = []
+
+    def reward(self, actions):
+        self.given.append(actions[:, 0].clone())
+        actions.fill_(np.nan)
+        return torch.ones(self.num_envs)
+
+
 class TwoHeads(Probe):
     value_size = 2
 
@@ -124,8 +166,8 @@ class NanWhenTold(Probe):
 
 PROBES = {
     cls.__name__: cls
-    for cls in (ConstantReward, ConstantRewardTerminal, RewardIsObs, DelayedReward, ActionIsObs, Asymmetric, TwoHeads,
-                Worsening, NanWhenTold)
+    for cls in (ConstantReward, ConstantRewardTerminal, RewardIsObs, DelayedReward, ActionIsObs, Asymmetric, Staggered,
+                Meddler, TwoHeads, Worsening, NanWhenTold)
 }  # fmt: skip
 
 

@@ -1,8 +1,11 @@
 """Gymnasium: anything registered, and `module:Name-v0` of one's own. https://gymnasium.farama.org"""
 
 import os
+import signal
 import sys
+import threading
 import time
+from contextlib import contextmanager
 from typing import Any
 
 import gymnasium
@@ -60,7 +63,8 @@ class GymnasiumVecEnv(VecEnv):
         probe.close()
         # With copy every array that it returns is new, so tensors can share its memory.
         settings = {"autoreset_mode": AutoresetMode.SAME_STEP, "copy": True}
-        self.envs = gymnasium.make_vec(name, num_envs, mode, settings, disable_env_checker=True, **options)
+        with _deaf_to_interrupts():
+            self.envs = gymnasium.make_vec(name, num_envs, mode, settings, disable_env_checker=True, **options)
         if mode == "sync" and self.value_size > 1:  # Gymnasium's own buffer has room for one reward an env only
             self.envs._rewards = np.zeros((num_envs, self.value_size))
 
@@ -88,6 +92,19 @@ class GymnasiumVecEnv(VecEnv):
 
     def close(self) -> None:
         self.envs.close()
+
+
+@contextmanager
+def _deaf_to_interrupts():
+    """Worker processes made in here ignore Ctrl-C, which the training handles: it needs them to finish an iteration."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 def _step_seconds(env: gymnasium.Env, steps: int = 20) -> float:
