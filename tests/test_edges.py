@@ -96,7 +96,8 @@ def test_ctrl_c_with_worker_processes_saves(tmp_path):
     """The terminal sends it to the whole process group, workers included."""
     script = Path(ppo.__file__)
     flags = ["--env-id", "gym/Pendulum-v1", "--env-kwargs", "vectorization=async", "--num-envs", "2",
-             "--num-steps", "16", "--num-minibatches", "2", "--torch-threads", "1", "--run-name", "run", "--device", "cpu"]  # fmt: skip
+             "--num-steps", "16", "--num-minibatches", "2",
+             "--torch-threads", "1", "--run-name", "run", "--device", "cpu"]  # fmt: skip
     settings = {"cwd": tmp_path, "stdout": subprocess.PIPE, "text": True, "start_new_session": True}
     process = subprocess.Popen([sys.executable, str(script), *flags], **settings)
     for line in process.stdout:

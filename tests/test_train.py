@@ -207,7 +207,8 @@ OTHERS = [("weight_decay", 0.1), ("ent_coef", 0.1), ("reward_scale", 0.1), ("rew
           ("learning_rate", 1e-3), ("max_lr", 2e-4), ("hidden_sizes", (8,)), ("reward_min", -0.5),
           ("bounds_loss_coef", 1.0), ("log_sigma_init", 0.3), ("log_sigma_bounds", (-1.0, 1.5)), ("update_epochs", 1),
           ("compile", True)]  # fmt: skip
-CONTEXT = {"bounds_loss_coef": {"bounds_loss": "regularisation"}, "min_lr": {"learning_rate": 9.5e-4, "kl_threshold": 1e-9},
+CONTEXT = {"bounds_loss_coef": {"bounds_loss": "regularisation"},
+           "min_lr": {"learning_rate": 9.5e-4, "kl_threshold": 1e-9},
            "max_lr": {"learning_rate": 1.9e-4},
            "clip_vloss": {"clip_coef": 0.01}, "smooth_clamp": {"clip_coef": 0.01}, "reward_log": {"reward_min": 0.1},
            "bounds_loss": {"bounds_loss_coef": 1.0}, "critic_learning_rate": {"lr_schedule": "constant"},

@@ -8,6 +8,7 @@ exists.
 import sys
 import threading
 import time
+import warnings
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,17 +42,20 @@ class EnvpoolVecEnv(VecEnv):
         self.env_id, self.num_envs, self.device = f"envpool/{name}", num_envs, device
         options = {"num_envs": num_envs, "seed": seed, "num_threads": _threads(name, num_envs)} | env_kwargs
         try:
-            spec = envpool.make_spec(name, **{k: v for k, v in options.items() if k != "num_envs"})
-            if spec.config.max_num_players > 1:
-                raise InputError(f"{self.env_id} has several players, which is not supported by this script yet")
-            self.reader = ObservationReader(spec.gymnasium_observation_space, self.env_id)
-            self.action_space = action_box(spec.gymnasium_action_space, self.env_id)
-            self.max_episode_steps = getattr(spec.config, "max_episode_steps", None)
-            self.time_limit = self._own_time_limit()
-            if self.time_limit:
-                options["max_episode_steps"] = self.time_limit + 1
-            with _heartbeat(f"creating {num_envs} x {name}", num_envs):
-                self.envs = envpool.make(name, env_type="gymnasium", **options)
+            with warnings.catch_warnings():
+                # envpool declares float64 bounds of float32 spaces, and Gymnasium says so four times a start.
+                warnings.filterwarnings("ignore", message=".*precision lowered by casting")
+                spec = envpool.make_spec(name, **{k: v for k, v in options.items() if k != "num_envs"})
+                if spec.config.max_num_players > 1:
+                    raise InputError(f"{self.env_id} has several players, which is not supported by this script yet")
+                self.reader = ObservationReader(spec.gymnasium_observation_space, self.env_id)
+                self.action_space = action_box(spec.gymnasium_action_space, self.env_id)
+                self.max_episode_steps = getattr(spec.config, "max_episode_steps", None)
+                self.time_limit = self._own_time_limit()
+                if self.time_limit:
+                    options["max_episode_steps"] = self.time_limit + 1
+                with _heartbeat(f"creating {num_envs} x {name}", num_envs):
+                    self.envs = envpool.make(name, env_type="gymnasium", **options)
         except (TypeError, ValueError, KeyError, AssertionError, RuntimeError, ImportError) as error:
             if isinstance(error, InputError):
                 raise
