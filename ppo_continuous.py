@@ -235,7 +235,7 @@ def initialize(linear: nn.Linear, name: str, gain: float = 2**0.5) -> nn.Linear:
 
 
 def smooth_bounds(x: Tensor, low: float, high: float) -> Tensor:
-    """x itself in [low+1, high-1], then a curve that approaches low and high with a gradient that never vanishes."""
+    """x itself in [low+1, high-1], then a curve to low and high whose gradient falls only as 1/x^2."""
     over, under = (x - (high - 1)).clamp(min=0), ((low + 1) - x).clamp(min=0)
     return x.clamp(low + 1, high - 1) + over / (1 + over) - under / (1 + under)
 
@@ -676,7 +676,7 @@ def main(args: Args) -> dict[str, float]:
 
             # ---- log and save: only here does the host wait for the device ----
             observations = [(obs, next_obs), (critic_obs, next_critic_obs)]
-            check_finite(observations, rewards, metrics_sum[NONFINITE].item(), iteration, run_dir)
+            check_finite(observations, finals, rewards, metrics_sum[NONFINITE].item(), iteration, run_dir)
             episodes.update(rewards.sum(-1), terminations | truncations)
             log = episodes.metrics() | {"charts/SPS": logger.sps(global_step), "charts/learning_rate": lrs[0].item()}
             if train:

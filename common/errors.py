@@ -52,25 +52,31 @@ def check_divides(name: str, divisor: int, number: int, meaning: str) -> None:
 
 
 def check_finite(
-    observations: list[tuple[Tensor, Tensor]], rewards: Tensor, bad_steps: float, iteration: int, run_dir: Path
+    observations: list[tuple[Tensor, Tensor]],
+    finals: list[tuple[int, Tensor]],
+    rewards: Tensor,
+    bad_steps: float,
+    iteration: int,
+    run_dir: Path,
 ) -> None:
     """Raises InputError naming env and step if a rollout or a gradient step was not finite, before anything is saved.
 
-    observations: pairs of a rollout's [T, N, ..] and the one after it [N, ..]; rewards [T, N, ..]; bad_steps: gradient
-    steps that were skipped because their gradient was not finite.
+    observations: pairs of a rollout's [T, N, ..] and the one after it [N, ..]; finals: step and last ones [N, ..];
+    rewards [T, N, ..]; bad_steps: gradient steps that were skipped because their gradient was not finite.
     """
-    tensors = [rewards, *(x for pair in observations for x in pair)]
-    if all(x.isfinite().all() for x in tensors) and not bad_steps:
+    rows = [("observation", 0, torch.cat([obs, next_obs[None]])) for obs, next_obs in observations]
+    rows += [("final observation", t, final[None]) for t, final in finals]
+    rows.append(("reward", 0, rewards))
+    if all(x.isfinite().all() for _, _, x in rows) and not bad_steps:
         return
-    kept = f"the last good checkpoint is kept in {run_dir}"
-    rows = [("observation", torch.cat([obs, next_obs[None]])) for obs, next_obs in observations]
-    for name, x in [("reward", rewards), *rows]:
+    saved = any(run_dir.glob("*.pt"))
+    kept = f"the last good checkpoint is kept in {run_dir}" if saved else f"{run_dir} has no checkpoint yet"
+    for name, start, x in reversed(rows):
         bad = (~x.isfinite()).flatten(2).any(-1).nonzero()
         if len(bad):
-            step, env = bad[0].tolist()
+            step, env = start + int(bad[0, 0]), int(bad[0, 1])
             total = (iteration - 1) * len(rewards) + step
-            raise InputError(
-                f"{name} of env {env} is NaN or infinite at step {total} (step {step} of iteration {iteration}); {kept}"
-            )
+            where = f"step {total} (step {step} of iteration {iteration})"
+            raise InputError(f"{name} of env {env} is NaN or infinite at {where}; {kept}")
     what = f"the loss was NaN or infinite in {bad_steps:.0f} gradient steps of iteration {iteration}"
     raise InputError(f"{what}; {kept}; try a lower --learning-rate")

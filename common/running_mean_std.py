@@ -28,7 +28,7 @@ class RunningMeanStd(nn.Module):
         return (self.var + self.eps).sqrt().float()
 
     def forward(self, x: Tensor) -> Tensor:
-        """(x - mean) / std, float32 [.., *shape]; not clipped."""
+        """(x - mean) / std in x's precision, [.., *shape]; not clipped."""
         return (x - self.mean.float()) / self.std()
 
     def denormalize(self, x: Tensor) -> Tensor:

@@ -107,3 +107,18 @@ def test_ctrl_c_with_worker_processes_saves(tmp_path):
     os.killpg(process.pid, signal.SIGINT)
     rest = process.stdout.read()
     assert process.wait(30) == 0 and "interrupted" in rest and (tmp_path / "runs/run/last.pt").exists()
+
+
+class NanAtTheEnd(Probe):
+    def step(self, actions):
+        step = super().step(actions)
+        if step.final_critic_obs is None:
+            return step
+        bad = torch.full_like(step.obs, math.nan)
+        return step._replace(final_obs=bad, final_critic_obs=bad)
+
+
+def test_nan_in_a_final_observation_is_named(monkeypatch, probes):  # noqa: F811
+    monkeypatch.setitem(PROBES, "NanAtTheEnd", NanAtTheEnd)
+    with pytest.raises(InputError, match=r"final observation of env 0 .* step 4 .*no checkpoint yet"):
+        main(replace(ARGS, env_id="NanAtTheEnd", run_name="bad"))
