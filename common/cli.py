@@ -31,7 +31,6 @@ def run(main: Callable[[Any], Any], args_type: type) -> None:
         if isinstance(error, OSError) and error.errno not in DISK_ERRORS:
             raise
         print(f"{name}: {error}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             os._exit(2)  # another rank may wait in a collective that will never be complete
         sys.exit(2)

@@ -132,13 +132,8 @@ class Logger:
         elapsed = time.perf_counter() - self.start
         share = " ".join(f"{name} {seconds / elapsed:.0%}" for name, seconds in self.phases.items())
         eta = (self.total - global_step) / max(self.sps(global_step), 1e-9)
-        shown = {
-            "return": "charts/episodic_return",
-            "length": "charts/episodic_length",
-            "lr": "charts/learning_rate",
-            "kl": "losses/approx_kl",
-        }
-        values = " ".join(f"{k}={metrics[v]:.4g}" for k, v in shown.items() if v in metrics)
+        shown = ("charts/episodic_return", "charts/episodic_length", "charts/learning_rate", "losses/approx_kl")
+        values = " ".join(f"{k.partition('/')[2]}={metrics[k]:.4g}" for k in shown if k in metrics)
         speed = f"SPS={self.sps(global_step):.0f} ({share}) eta={eta:.0f}s"
         return f"global_step={global_step} {global_step / self.total:.1%} {values} {speed}"
 
