@@ -13,7 +13,7 @@ import json
 import math
 import random
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -27,7 +27,8 @@ from common import envs as vecenvs
 from common.compile import TorchThreads, compile_pure, cuda_graph
 from common.envs.base import VecEnv
 from common.errors import InputError, check_divides, check_finite, check_numbers, check_positive, check_range
-from common.logger import EpisodeStats, Logger, create_run_dir, import_wandb
+from common.logger import EpisodeStats, explained_variance, import_wandb
+from common.run import Run
 from common.running_mean_std import RunningMeanStd
 
 SCRIPT = "ppo_continuous"
@@ -37,7 +38,6 @@ ACTIVATIONS = {"elu": nn.ELU, "relu": nn.ReLU, "tanh": nn.Tanh, "silu": nn.SiLU,
                "softplus": nn.Softplus}  # fmt: skip
 NETWORK_ARGS = ("hidden_sizes", "critic_hidden_sizes", "separate", "activation", "d2rl", "layer_norm", "fixed_sigma",
                 "norm_obs", "norm_value", "log_sigma_bounds")  # fmt: skip
-SAVE_SECONDS = 30.0  # last.pt is at most about this old when a run crashes
 OBS_CLIP = 10.0  # standard deviations
 MAX_EVAL_LENGTH = 200_000  # steps of one episode, beyond which an evaluation gives up
 
@@ -69,7 +69,7 @@ class Args:
     checkpoint: str | None = None
     """checkpoint that --play evaluates"""
     deterministic: bool = True
-    """evaluate the mean action instead of a sample"""
+    """evaluate the most probable action (a Gaussian's mean) instead of a sample"""
     num_episodes: int = 100
     """episodes of an evaluation, the same number in every environment copy"""
     # ---- run control ----
@@ -220,18 +220,18 @@ class MLP(nn.Module):
         return h
 
 
-def initialize(linear: nn.Linear, name: str, gain: float = 2**0.5) -> nn.Linear:
+def initialize(layer: nn.Module, name: str, gain: float = 2**0.5) -> nn.Module:
     """Weights by name and a zero bias (default: torch's own of both); gain scales the weights' standard deviation."""
     if name == "orthogonal":
-        nn.init.orthogonal_(linear.weight, gain)
+        nn.init.orthogonal_(layer.weight, gain)
     elif name == "glorot":
-        nn.init.xavier_uniform_(linear.weight, gain)
+        nn.init.xavier_uniform_(layer.weight, gain)
     elif name == "variance_scaling":
-        std = gain / linear.in_features**0.5
-        nn.init.trunc_normal_(linear.weight, std=std, a=-2 * std, b=2 * std)
+        std = gain / layer.weight[0].numel() ** 0.5
+        nn.init.trunc_normal_(layer.weight, std=std, a=-2 * std, b=2 * std)
     if name != "default":
-        nn.init.zeros_(linear.bias)
-    return linear
+        nn.init.zeros_(layer.bias)
+    return layer
 
 
 def smooth_bounds(x: Tensor, low: float, high: float) -> Tensor:
@@ -354,17 +354,6 @@ def compute_gae(rewards: Tensor, values: Tensor, next_values: Tensor, terminatio
     return advantages, advantages + values
 
 
-def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns) over all ranks; NaN where the returns do not vary."""
-
-    def variance(x: Tensor) -> float:
-        mean = distributed.average(x.mean())
-        return distributed.average(((x - mean) ** 2).mean()).item()
-
-    total = variance(returns)
-    return 1 - variance(returns - values) / total if total > 0 else math.nan
-
-
 def clamp_ratio(ratio: Tensor, args: Args) -> Tensor:
     """Hard clamp to 1 -+ clip_coef, or rl_games' logistic with slope 1 at ratio 1 that saturates there."""
     if args.smooth_clamp:
@@ -373,15 +362,15 @@ def clamp_ratio(ratio: Tensor, args: Args) -> Tensor:
 
 
 def ppo_loss(agent: Agent, args: Args, obs: Tensor, critic_obs: Tensor, actions: Tensor, old_mean: Tensor,
-             old_log_sigma: Tensor, old_logprobs: Tensor, old_values: Tensor, advantages: Tensor,
+             old_log_sigma: Tensor, old_values: Tensor, advantages: Tensor,
              targets: Tensor) -> tuple[Tensor, Tensor]:  # fmt: skip
     """PPO objective of one minibatch: the scalar loss, and METRICS and the extra losses as one detached tensor.
 
-    obs [M, O], critic_obs [M, C], actions, old_mean and old_log_sigma [M, A], old_logprobs and advantages [M],
-    old_values and targets [M, V], both in units of the normalised value.
+    obs [M, O], critic_obs [M, C], actions, old_mean and old_log_sigma [M, A], advantages [M], old_values and targets
+    [M, V], both in units of the normalised value.
     """
     mean, log_sigma = agent.policy(obs)
-    ratio = (gaussian_logprob(mean, log_sigma, actions) - old_logprobs).exp()
+    ratio = (gaussian_logprob(mean, log_sigma, actions) - gaussian_logprob(old_mean, old_log_sigma, actions)).exp()
     policy_loss = -torch.min(advantages * ratio, advantages * clamp_ratio(ratio, args)).mean()
     values = agent.normalized_value(critic_obs)
     value_error = (values - targets) ** 2
@@ -519,7 +508,7 @@ def main(args: Args) -> dict[str, float]:
         import_wandb()  # now, before anything is created
     resume = cli.resume_path(args.resume, args.run_name)
     state = checkpoint.load_for(SCRIPT, resume) if resume else None
-    global_step, best_return = (state["global_step"], state["best_return"]) if state else (0, -math.inf)
+    global_step = state["global_step"] if state else 0
     num_iterations = count_iterations(args.total_timesteps, global_step, batch_size, seed_statistics)
     random.seed(args.seed + rank), np.random.seed((args.seed + rank) % 2**32), torch.manual_seed(args.seed)
     threads = TorchThreads(args.torch_threads, device)
@@ -548,10 +537,10 @@ def main(args: Args) -> dict[str, float]:
     critic_obs = new(kwargs["critic_obs_dim"]) if kwargs["asymmetric"] else obs
     old_mean, old_log_sigma = torch.zeros_like(actions), torch.zeros_like(actions)
     old_values, values, returns, targets = (torch.zeros_like(rewards) for _ in range(4))
-    old_logprobs, advantages, terminations, truncations = new(), new(), new(dtype=torch.bool), new(dtype=torch.bool)
+    advantages, terminations, truncations = new(), new(dtype=torch.bool), new(dtype=torch.bool)
     batch = {"obs": obs, "critic_obs": critic_obs, "actions": actions, "old_mean": old_mean,
-             "old_log_sigma": old_log_sigma, "old_logprobs": old_logprobs, "old_values": old_values,
-             "advantages": advantages, "targets": targets}  # fmt: skip
+             "old_log_sigma": old_log_sigma, "old_values": old_values, "advantages": advantages,
+             "targets": targets}  # fmt: skip
     batch = {name: x.flatten(0, 1) for name, x in batch.items()}  # views, [B, ..]
     in_order = torch.arange(B, device=device).view(args.num_minibatches, -1)
 
@@ -563,16 +552,15 @@ def main(args: Args) -> dict[str, float]:
         return action, agent.to_env(action)
 
     @torch.no_grad()
-    def store_old_policy(mb_inds: Tensor) -> None:
-        """Of the stored actions, in update_step's shapes and so with its rounding: equal weights give a ratio of 1."""
-        mean, log_sigma = agent.policy(batch["obs"][mb_inds])
-        batch["old_mean"][mb_inds], batch["old_log_sigma"][mb_inds] = mean, log_sigma
-        batch["old_logprobs"][mb_inds] = gaussian_logprob(mean, log_sigma, batch["actions"][mb_inds])
+    def estimate_advantages(new_rollout: bool) -> None:
+        """Fill values, returns, targets and advantages from the rollout, its last next_critic_obs and its finals.
 
-    @torch.no_grad()
-    def estimate_advantages() -> None:
-        """Fill values, returns, targets and advantages from the rollout, its last next_critic_obs and its finals."""
+        For a new rollout also old_mean and old_log_sigma, in update_step's shapes and so with its rounding: equal
+        weights give a ratio of exactly 1.
+        """
         for mb_inds in in_order:
+            if new_rollout:
+                batch["old_mean"][mb_inds], batch["old_log_sigma"][mb_inds] = agent.policy(batch["obs"][mb_inds])
             batch["old_values"][mb_inds] = agent.normalized_value(batch["critic_obs"][mb_inds])
         values.copy_(agent.denormalize_value(old_values))
         next_values = torch.cat([values[1:], agent.value(next_critic_obs)[None]])
@@ -607,11 +595,8 @@ def main(args: Args) -> dict[str, float]:
 
     def train_epoch(epoch: int) -> Tensor:
         """One pass over the batch in random order; returns the sum of METRICS over its gradient steps."""
-        if epoch == 0:
-            for mb_inds in in_order:
-                store_old_policy(mb_inds)
-        elif args.recompute_advantages:
-            estimate_advantages()
+        if epoch and args.recompute_advantages:
+            estimate_advantages(new_rollout=False)
         metrics_sum = torch.zeros(len(metric_names), device=device)
         for mb_inds in torch.randperm(B, device=device).view(args.num_minibatches, -1):
             metrics_sum += update_step(mb_inds)
@@ -626,33 +611,26 @@ def main(args: Args) -> dict[str, float]:
     num_updates = args.update_epochs * args.num_minibatches
     metric_names = [f"losses/{name}" for name in (*METRICS, *agent.extra_losses(obs[0, :2]))]
 
+    def evaluate_agent(evaluation_envs: VecEnv) -> dict[str, float]:
+        return evaluate(agent, evaluation_envs, args.num_episodes, args.deterministic)
+
+    def contents() -> dict:
+        """What a checkpoint holds of this script."""
+        return {"agent_kwargs": kwargs, "agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
+
     # ---- train ----
-    run_dir = create_run_dir(SCRIPT, args.env_id, args.seed, args.run_name, resume, args.resume == "auto", rank)
-    saved_args, seconds = asdict(replace(args, run_name=run_dir.name, resume=None)), state["seconds"] if state else 0.0
-    logger = Logger(run_dir, saved_args, args.total_timesteps, rank, args.track, global_step, seconds)
-    evaluation_envs, last_save, stop_reason, log = None, time.perf_counter(), None, {}
-
-    def save(names: list[str]) -> None:
-        """Write checkpoints (rank 0); every rank must call it, since each has its own random state and envs."""
-        state = {"script": SCRIPT, "env_id": envs.env_id, "args": saved_args, "agent_kwargs": kwargs,
-                 "agent": agent.state_dict(), "optimizer": optimizer.state_dict(), "global_step": global_step,
-                 "best_return": best_return, "seconds": logger.seconds(),
-                 "ranks": checkpoint.gather_ranks(envs, episodes)}  # fmt: skip
-        for name in dict.fromkeys(names) if rank == 0 else ():
-            checkpoint.save(run_dir / name, state)
-
     if next_obs is None:
         next_obs, next_critic_obs = envs.reset()
-    with cli.StopSignal() as stop:
+    with Run(SCRIPT, args, envs, episodes, resume, state, num_iterations, rank) as run:
         for iteration in range(global_step // batch_size + 1, num_iterations + 1):
             finals: list[tuple[int, Tensor]] = []
             for t in range(T):  # rollout
                 obs[t] = next_obs
                 if kwargs["asymmetric"]:
                     critic_obs[t] = next_critic_obs
-                with logger.phase("policy"):
+                with run.phase("policy"):
                     actions[t], env_actions = policy_step(next_obs, torch.randn_like(actions[t]))
-                with logger.phase("env"):
+                with run.phase("env"):
                     step = envs.step(env_actions)
                 rewards[t] = step.rewards.view(N, -1)
                 terminations[t], truncations[t] = step.terminations, step.truncations
@@ -664,8 +642,8 @@ def main(args: Args) -> dict[str, float]:
             # The first rollout only seeds the normalisers' statistics; a resumed run has them already.
             train = not seed_statistics or state is not None or iteration > 1
             metrics_sum = torch.zeros(len(metric_names), device=device)
-            with logger.phase("update"), threads.update(measure=train):
-                estimate_advantages()
+            with run.phase("update"), threads.update(measure=train):
+                estimate_advantages(new_rollout=True)
                 if args.lr_schedule == "linear":
                     for lr, initial_lr in zip(lrs, learning_rates(args), strict=True):
                         lr.fill_(initial_lr * (1 - (iteration - 1) / num_iterations))
@@ -676,42 +654,16 @@ def main(args: Args) -> dict[str, float]:
 
             # ---- log and save: only here does the host wait for the device ----
             observations = [(obs, next_obs), (critic_obs, next_critic_obs)]
-            check_finite(observations, finals, rewards, metrics_sum[NONFINITE].item(), iteration, run_dir)
+            check_finite(observations, finals, rewards, metrics_sum[NONFINITE].item(), iteration, run.dir)
             episodes.update(rewards.sum(-1), terminations | truncations)
-            log = episodes.metrics() | {"charts/SPS": logger.sps(global_step), "charts/learning_rate": lrs[0].item()}
+            log = episodes.metrics() | {"charts/learning_rate": lrs[0].item()}
             if train:
                 log |= zip(metric_names, (metrics_sum / num_updates).tolist(), strict=True)
                 log["losses/explained_variance"] = explained_variance(values, returns)
-            score, names = log["charts/episodic_return"] if episodes.full else -math.inf, []
-            if distributed.any_rank(stop.requested, device):
-                stop_reason = "interrupted"
-            elif score >= args.score_to_win:
-                stop_reason = f"score_to_win, mean return {score:.6g}"
-            elif iteration == num_iterations:
-                stop_reason = "total_timesteps"
-            if args.eval_interval and (stop_reason or iteration % args.eval_interval == 0):
-                evaluation_envs = evaluation_envs or vecenvs.make_for_episodes(
-                    args.env_id, N, args.num_episodes, device, args.seed, args.env_kwargs)  # fmt: skip
-                result = evaluate(agent, evaluation_envs, args.num_episodes, args.deterministic) if rank == 0 else {}
-                log |= {f"eval/{name}": x for name, x in distributed.gather_objects(result)[0].items()}
-            best_score = log.get("eval/mean", -math.inf) if args.eval_interval else score
-            if best_score > best_return and global_step >= args.save_best_after:
-                best_return = best_score
-                names.append("best.pt")
-            if args.save_interval and iteration % args.save_interval == 0:
-                names += [f"{global_step}.pt", "last.pt"]
-            if distributed.any_rank(bool(stop_reason) or time.perf_counter() - last_save > SAVE_SECONDS, device):
-                names, last_save = [*names, "last.pt"], time.perf_counter()
-            logger.log(global_step, log, force_line=bool(stop_reason) or iteration == 1)
-            if names:
-                save(names)
-            if stop_reason:
+            run.end_iteration(iteration, global_step, log, evaluate_agent, contents)
+            if run.stop_reason:
                 break
-    logger.close(f"stopped at global_step={global_step}: {stop_reason or 'nothing left to do'}; {run_dir}/last.pt")
-    for vec_env in filter(None, (envs, evaluation_envs)):
-        vec_env.close()
-    distributed.close()
-    return log
+    return run.log
 
 
 if __name__ == "__main__":

@@ -52,8 +52,8 @@ def check_divides(name: str, divisor: int, number: int, meaning: str) -> None:
 
 
 def check_finite(
-    observations: list[tuple[Tensor, Tensor]],
-    finals: list[tuple[int, Tensor]],
+    observations: list[tuple[Any, Any]],
+    finals: list[tuple[int, Any]],
     rewards: Tensor,
     bad_steps: float,
     iteration: int,
@@ -62,10 +62,15 @@ def check_finite(
     """Raises InputError naming env and step if a rollout or a gradient step was not finite, before anything is saved.
 
     observations: pairs of a rollout's [T, N, ..] and the one after it [N, ..]; finals: step and last ones [N, ..];
-    rewards [T, N, ..]; bad_steps: gradient steps that were skipped because their gradient was not finite.
+    tensors or dicts of them. rewards [T, N, ..]; bad_steps: gradient steps skipped for a gradient that was not finite.
     """
-    rows = [("observation", 0, torch.cat([obs, next_obs[None]])) for obs, next_obs in observations]
-    rows += [("final observation", t, final[None]) for t, final in finals]
+
+    def floats(x: Any) -> list[Tensor]:
+        return [part for part in (x.values() if isinstance(x, dict) else [x]) if part.is_floating_point()]
+
+    pairs = [pair for obs, next_obs in observations for pair in zip(floats(obs), floats(next_obs), strict=True)]
+    rows = [("observation", 0, torch.cat([x, next_x[None]])) for x, next_x in pairs]
+    rows += [("final observation", t, x[None]) for t, final in finals for x in floats(final)]
     rows.append(("reward", 0, rewards))
     if all(x.isfinite().all() for _, _, x in rows) and not bad_steps:
         return
@@ -79,4 +84,4 @@ def check_finite(
             where = f"step {total} (step {step} of iteration {iteration})"
             raise InputError(f"{name} of env {env} is NaN or infinite at {where}; {kept}")
     what = f"the loss was NaN or infinite in {bad_steps:.0f} gradient steps of iteration {iteration}"
-    raise InputError(f"{what}; {kept}; try a lower --learning-rate")
+    raise InputError(f"{what}; {kept}; try a smaller learning rate")

@@ -146,6 +146,17 @@ class Logger:
                 self.wandb.finish()
 
 
+def explained_variance(values: Tensor, returns: Tensor) -> float:
+    """1 - Var(returns - values) / Var(returns) over all ranks; NaN where the returns do not vary."""
+
+    def variance(x: Tensor) -> float:
+        mean = distributed.average(x.mean())
+        return distributed.average(((x - mean) ** 2).mean()).item()
+
+    total = variance(returns)
+    return 1 - variance(returns - values) / total if total > 0 else math.nan
+
+
 class EpisodeStats:
     """Raw returns and lengths of finished episodes; the window holds the last `window` of them over all ranks."""
 

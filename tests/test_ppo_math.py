@@ -164,7 +164,7 @@ def test_bounds_loss_is_of_bounded_actions_only():
     agent.mean_head.bias.data.copy_(torch.tensor([2.1, 50.0]))
     agent.mean_head.weight.data.zero_()
     rows = {"obs": torch.randn(4, 3), "critic_obs": torch.randn(4, 3), "actions": torch.zeros(4, 2),
-            "old_mean": torch.zeros(4, 2), "old_log_sigma": torch.zeros(4, 2), "old_logprobs": torch.zeros(4),
+            "old_mean": torch.zeros(4, 2), "old_log_sigma": torch.zeros(4, 2),
             "advantages": torch.zeros(4), "old_values": torch.zeros(4, 1), "targets": torch.zeros(4, 1)}  # fmt: skip
     metrics = ppo_loss(agent, SMALL, **rows)[1]
     assert metrics[METRICS.index("bounds_loss")].item() == pytest.approx(1.0, rel=1e-4)
@@ -186,15 +186,16 @@ def reference_loss(agent, args, batch):
     rows = range(len(mean))
     policy = value = entropy = bounds = kl = clipped_rows = 0.0
     for i in rows:
-        logprob = 0.0
-        for m, s, a in zip(mean[i], log_sigma[i], batch["actions"][i].tolist(), strict=True):
-            logprob += -0.5 * ((a - m) / math.exp(s)) ** 2 - s - 0.5 * math.log(2 * math.pi)
+        logprob, actions = 0.0, batch["actions"][i].tolist()
+        for m, s, a in zip(mean[i], log_sigma[i], actions, strict=True):
+            logprob += -0.5 * ((a - m) / math.exp(s)) ** 2 - s
             entropy += 0.5 + 0.5 * math.log(2 * math.pi) + s
             bounds += max(m - 1.1, 0) ** 2 + min(m + 1.1, 0) ** 2 if args.bounds_loss == "bound" else m * m
-        olds = zip(batch["old_mean"][i].tolist(), batch["old_log_sigma"][i].tolist(), strict=True)
-        for m, s, (m0, s0) in zip(mean[i], log_sigma[i], olds, strict=True):
+        olds = zip(batch["old_mean"][i].tolist(), batch["old_log_sigma"][i].tolist(), actions, strict=True)
+        for m, s, (m0, s0, a) in zip(mean[i], log_sigma[i], olds, strict=True):
             kl += s - s0 + (math.exp(2 * s0) + (m0 - m) ** 2) / (2 * math.exp(2 * s)) - 0.5
-        ratio = math.exp(logprob - batch["old_logprobs"][i].item())
+            logprob -= -0.5 * ((a - m0) / math.exp(s0)) ** 2 - s0
+        ratio = math.exp(logprob)
         advantage, clip = batch["advantages"][i].item(), args.clip_coef
         bounded = min(max(ratio, 1 - clip), 1 + clip)
         if args.smooth_clamp:
@@ -227,7 +228,6 @@ def test_loss_equals_a_scalar_loop(changes, value_size):
     batch = {"obs": torch.randn(M, 3), "critic_obs": torch.randn(M, 3), "actions": torch.randn(M, 2)}
     mean, log_sigma = (x.detach() for x in agent.policy(batch["obs"]))
     batch |= {"old_mean": mean + 0.1, "old_log_sigma": log_sigma + 0.2, "advantages": torch.randn(M)}
-    batch["old_logprobs"] = gaussian_logprob(mean + 0.1, log_sigma + 0.2, batch["actions"])
     batch |= {"old_values": torch.randn(M, value_size), "targets": torch.randn(M, value_size)}
     loss, metrics = ppo_loss(agent, args, **batch)
     expected, expected_metrics = reference_loss(agent, args, batch)
@@ -269,7 +269,6 @@ def test_gradient_equals_finite_differences_of_the_scalar_loop(changes):
              "old_mean": outputs[0] + 0.2 * normal(M, A), "old_log_sigma": outputs[1] + 0.1 * normal(M, A),
              "advantages": normal(M), "targets": normal(M, V)}  # fmt: skip
     batch["old_values"] = outputs[2] + 0.3 * normal(M, V)
-    batch["old_logprobs"] = gaussian_logprob(batch["old_mean"], batch["old_log_sigma"], batch["actions"])
     leaves = [x.clone().requires_grad_() for x in outputs]
     ppo_loss(Outputs(*leaves), args, **batch)[0].backward()
     for x, leaf in zip(outputs, leaves, strict=True):
@@ -305,7 +304,7 @@ def test_critic_state_does_not_reach_the_actor():
     assert agent.critic is not agent.actor and agent.critic_obs_rms is not agent.obs_rms
     args, state.grad = replace(SMALL, vf_coef=0.0, ent_coef=0.1, bounds_loss_coef=0.1), None
     rows = {"obs": torch.randn(4, 3, requires_grad=True), "critic_obs": state, "actions": torch.randn(4, 2),
-            "old_mean": torch.zeros(4, 2), "old_log_sigma": torch.zeros(4, 2), "old_logprobs": torch.zeros(4),
+            "old_mean": torch.zeros(4, 2), "old_log_sigma": torch.zeros(4, 2),
             "advantages": torch.randn(4), "old_values": torch.zeros(4, 1), "targets": torch.ones(4, 1)}  # fmt: skip
     ppo_loss(agent, args, **rows)[0].backward()
     assert rows["obs"].grad.abs().sum() > 0 and (state.grad is None or not state.grad.any())

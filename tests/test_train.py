@@ -49,8 +49,9 @@ def spy_on_loss(monkeypatch):
 
     def spy(agent, args, **batch):
         with torch.no_grad():
-            logprobs = ppo.gaussian_logprob(*agent.policy(batch["obs"]), batch["actions"])
-            seen.append(((logprobs - batch["old_logprobs"]).abs().max().item(), batch))
+            new = ppo.gaussian_logprob(*agent.policy(batch["obs"]), batch["actions"])
+            old = ppo.gaussian_logprob(batch["old_mean"], batch["old_log_sigma"], batch["actions"])
+            seen.append(((new - old).abs().max().item(), batch))
         return loss(agent, args, **batch)
 
     monkeypatch.setattr(ppo, "ppo_loss", spy)

@@ -193,6 +193,179 @@ class Image(Toy):
         return np.full((2, 3, 3), 250 + self.t, np.uint8)
 
 
+def picture(t: int, *shape: int) -> np.ndarray:
+    """Every pixel another value (up to 256 of them), which moves on by one each step."""
+    return (np.arange(np.prod(shape)).reshape(shape) + t).astype(np.uint8)
+
+
+class Picture(Toy):
+    """A uint8 image of any shape, whole or under a key."""
+
+    def __init__(self, shape: tuple[int, ...] = (5, 4, 3), length: int = 5):
+        super().__init__(length)
+        self.observation_space = spaces.Box(0, 255, shape, np.uint8)
+
+    def observe(self):
+        return picture(self.t, *self.observation_space.shape)
+
+
+class MissionSpace(spaces.Space):
+    """A space that Gymnasium does not know, as minigrid's texts have it."""
+
+    def sample(self, mask=None, probability=None):
+        return "go"
+
+    def contains(self, x):
+        return isinstance(x, str)
+
+    def __eq__(self, other):
+        return type(self) is type(other)
+
+
+class BabyMission(MissionSpace):
+    pass
+
+
+class Cameras(Toy):
+    """A Dict with images, vectors, a state and texts, in the given order of its keys."""
+
+    parts = {
+        "view": (spaces.Box(0, 255, (5, 4, 3), np.uint8), lambda t: picture(t, 5, 4, 3)),
+        "map": (spaces.Box(0, 255, (6, 7), np.uint8), lambda t: picture(t, 6, 7)),
+        "arm": (spaces.Box(-9, 9, (2, 2), np.float64), lambda t: np.array([[t, 1], [2, 3.5]])),
+        "place": (spaces.Discrete(6), lambda t: t),
+        "mission": (BabyMission(None, None), lambda t: "fetch"),
+        "hint": (spaces.Text(9), lambda t: "left"),
+        "deep": (spaces.Dict({"z": spaces.MultiBinary(2), "cam": spaces.Box(0, 255, (2, 8, 8), np.uint8)}),
+                 lambda t: {"z": np.array([1, 0], np.int8), "cam": picture(t, 2, 8, 8)}),
+    }  # fmt: skip
+
+    def __init__(self, keys: str = "view map arm place mission hint deep", length: int = 5):
+        super().__init__(length)
+        self.keys = keys.split()
+        self.observation_space = spaces.Dict([(key, self.parts[key][0]) for key in self.keys])
+
+    def observe(self):
+        return {key: self.parts[key][1](self.t) for key in self.keys}
+
+
+class PrivilegedCameras(Cameras):
+    """The actor sees an image and a vector, the critic a nested Dict of vectors."""
+
+    def __init__(self):
+        super().__init__()
+        vector = spaces.Box(-9, 9, (2,), np.float32)
+        critic = spaces.Dict([("b", spaces.Dict({"x": vector, "w": vector})), ("a", vector)])
+        policy = spaces.Dict([("view", self.parts["view"][0]), ("arm", self.parts["arm"][0])])
+        self.observation_space = spaces.Dict({"critic": critic, "policy": policy})
+
+    def observe(self):
+        x = np.float32([self.t, 0])
+        policy = {key: self.parts[key][1](self.t) for key in ("view", "arm")}
+        return {"critic": {"b": {"x": x + 2, "w": x + 1}, "a": x}, "policy": policy}
+
+
+ACTION_SPACES = {
+    "discrete": spaces.Discrete(3, start=-1),
+    "multi": spaces.MultiDiscrete([2, 4, 3], start=[5, 0, -2]),
+    "matrix": spaces.MultiDiscrete(np.array([[2, 3], [4, 5]]), dtype=np.int32, start=np.array([[0, 1], [2, 3]])),
+    "binary": spaces.MultiBinary([2, 2]),
+    "integers": spaces.Box(np.array([-1, 3], np.int16), np.array([1, 4], np.int16), dtype=np.int16),
+    "endless": spaces.Box(np.iinfo(np.int64).min, np.iinfo(np.int64).max, (1,), np.int64),
+}  # fmt: skip
+
+
+class EchoChoice(Toy):
+    """The observation is the last action as it arrived, which must lie in the space and have its shape and type."""
+
+    def __init__(self, kind: str, length: int = 50):
+        super().__init__(length)
+        self.action_space = ACTION_SPACES[kind]
+        self.observation_space = spaces.Box(-99, 99, self.action_space.shape, np.float32)
+
+    def reset(self, **kwargs):
+        self.last = np.zeros(self.action_space.shape)
+        return super().reset(**kwargs)
+
+    def step(self, action):
+        assert action in self.action_space and action.dtype == self.action_space.dtype, repr(action)
+        self.last = action
+        return super().step(action)
+
+    def observe(self):
+        return np.asarray(self.last, np.float32)
+
+
+class Choosy(Toy):
+    """Only one value of each action is allowed, which depends on env, episode and step; the reward tells a wrong one.
+
+    source: where the mask stands (obs, info, method); joint: one entry for each combination; size: of a wrong mask.
+    The observation is the code of the allowed combination.
+    """
+
+    def __init__(self, source: str = "info", joint: bool = False, sizes: tuple[int, ...] = (3,), size: int = 0):
+        super().__init__(ending="terminate")
+        self.source, self.joint, self.sizes, self.size, self.episode = source, joint, sizes, size, 0
+        self.action_space = spaces.Discrete(sizes[0]) if len(sizes) == 1 else spaces.MultiDiscrete(sizes)
+        self.observation_space = spaces.Box(-99, 99, (1,), np.float32)
+        if source == "obs":
+            parts = {"action_mask": spaces.MultiBinary(self.mask().shape), "x": self.observation_space}
+            self.observation_space = spaces.Dict(parts)
+        if source == "method":
+            self.action_masks = self.mask
+
+    index, t = 0, 0
+
+    def code(self) -> int:
+        return (self.index + 2 * self.episode + self.t) % int(np.prod(self.sizes))
+
+    def mask(self) -> np.ndarray:
+        if self.size:
+            return np.ones(self.size, bool)
+        right = np.unravel_index(self.code(), self.sizes)
+        if self.joint:
+            mask = np.zeros(self.sizes, bool)
+            mask[right] = True
+            return mask
+        return np.concatenate([np.arange(n) == k for n, k in zip(self.sizes, right, strict=True)])
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None):
+        self.index = self.index if seed is None else seed % 3
+        self.episode += 1
+        self.length = 3 + (self.index + self.episode) % 3
+        obs, _ = super().reset(seed=seed)
+        return obs, self.info()
+
+    def step(self, action):
+        wrong = tuple(np.atleast_1d(action)) != np.unravel_index(self.code(), self.sizes)
+        obs, _, terminated, truncated, _ = super().step(action)
+        return obs, -float(wrong), terminated, truncated, self.info()
+
+    def info(self) -> dict:
+        return {"action_mask": self.mask().astype(np.int8)} if self.source == "info" else {}
+
+    def observe(self):
+        x = np.float32([self.code()])
+        return {"action_mask": self.mask().astype(np.int8), "x": x} if self.source == "obs" else x
+
+
+class NothingAllowed(Choosy):
+    """In the first step of an episode no value of the first action is allowed."""
+
+    def __init__(self):
+        super().__init__("obs", sizes=(2, 3))
+
+    def mask(self):
+        mask = super().mask()
+        mask[:2] &= self.t > 0
+        return mask
+
+
+class ForgetfulMask(Choosy):
+    def info(self):
+        return super().info() if self.t == 0 else {}
+
+
 class Slow(Counter):
     def step(self, action):
         time.sleep(0.003)

@@ -164,10 +164,221 @@ class NanWhenTold(Probe):
         return torch.full((self.num_envs,), NanWhenTold.scale)
 
 
+# ---- discrete actions ----
+
+
+class Choice(Probe):
+    """A probe whose actions have `sizes` values (one size: Discrete) and, where masks() gives one, a mask.
+
+    Refuses wrong types and shapes and everything that is not allowed; in a row without anything allowed, all but 0.
+    """
+
+    sizes = (3,)
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.action_space = spaces.Discrete(self.sizes[0]) if len(self.sizes) == 1 else spaces.MultiDiscrete(self.sizes)
+
+    def masks(self) -> torch.Tensor | None:
+        """Of self.current."""
+        return None
+
+    def reset(self):
+        super().reset()
+        self.action_mask = self.masks()
+        return self.current
+
+    def step(self, actions):
+        N, D = self.num_envs, len(self.sizes)
+        assert actions.dtype == torch.int64 and actions.shape == ((N,) if D == 1 else (N, D))
+        allowed = torch.ones(N, sum(self.sizes), dtype=torch.bool) if self.action_mask is None else self.action_mask
+        for action, mask in zip(actions.view(N, D).T, allowed.split(self.sizes, 1), strict=True):
+            assert ((action >= 0) & (action < mask.shape[1])).all(), "no such action"
+            chosen = mask.gather(1, action[:, None])[:, 0]
+            assert (chosen | ~mask.any(1) & (action == 0)).all(), "an action that is not allowed"
+        step = super().step(actions)
+        self.action_mask = self.masks()
+        return step._replace(action_mask=self.action_mask)
+
+
+class ConstantChoice(Choice):
+    """Reward 1 whatever is done, in episodes of 5 steps that are cut."""
+
+
+class ConstantChoiceTerminal(Choice):
+    terminates = True
+
+
+class MatchObs(Choice):
+    """One step; the right action, one of 4, is the observation plus 1."""
+
+    sizes, length, terminates = (4,), 1, True
+
+    def observe(self):
+        obs = torch.randint(-1, 3, (self.num_envs, 1), generator=self.generator).float()
+        return obs, obs
+
+    def reward(self, actions):
+        return (actions == self.current[0][:, 0] + 1).float()
+
+
+class Heads(Choice):
+    """The observation is a sign and the mask. The reward is what is lost to the best allowed actions, so at most 0.
+
+    Sub-action d of S values earns sign * ((action + d) mod S) / (S - 1).
+    """
+
+    sizes, obs_dim, length = (2, 3, 4), 10, 3
+
+    def observe(self):
+        sign = torch.randint(0, 2, (self.num_envs, 1), generator=self.generator) * 2.0 - 1
+        masks = [sign]
+        for size in self.sizes:
+            numbers = torch.rand(self.num_envs, size, generator=self.generator)
+            masks.append(((numbers > 0.5) | (numbers == numbers.max(1, keepdim=True).values)).float())
+        obs = torch.cat(masks, 1)
+        return obs, obs
+
+    def masks(self):
+        return self.current[0][:, 1:] > 0
+
+    def reward(self, actions):
+        lost, masks = torch.zeros(self.num_envs), self.action_mask.split(self.sizes, 1)
+        for d, (size, mask, action) in enumerate(zip(self.sizes, masks, actions.view(len(lost), -1).T, strict=True)):
+            earned = self.current[0][:, :1] * ((torch.arange(size) + d) % size) / (size - 1)
+            lost += earned.gather(1, action[:, None])[:, 0] - torch.where(mask, earned, -9).max(1).values
+        return lost
+
+
+class OneHead(Heads):
+    """The best allowed one of 5 actions changes with the sign and the mask."""
+
+    sizes, obs_dim = (5,), 6
+
+
+class Pictures(Choice):
+    """Frames [2, 36, 37]; the first pixel's parity forbids action 0 or action 3."""
+
+    shape, sizes, length = (2, 36, 37), (4,), 4
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.observation_space = self.critic_observation_space = spaces.Box(0, 255, self.shape, np.uint8)
+
+    def observe(self):
+        size = (self.num_envs, *self.shape)
+        obs = torch.randint(0, 256, size, generator=self.generator, dtype=torch.uint8)
+        return obs, obs
+
+    def masks(self):
+        even, allowed = self.current[0][:, 0, 0, 0] % 2 == 0, torch.ones(self.num_envs, 4, dtype=torch.bool)
+        allowed[:, 0], allowed[:, 3] = even, ~even
+        return allowed
+
+    def reward(self, actions):
+        return actions.float()
+
+
+class SmallPictures(Pictures):
+    shape = (2, 7, 9)
+
+
+class PictureAndVector(Choice):
+    """Action 1 is right where just one of the two, the picture and the vector, says so: each alone is worthless.
+
+    The order of the keys changes from step to step.
+    """
+
+    sizes, length, terminates, flips = (2,), 1, True, 0
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        picture, vector = spaces.Box(0, 255, (2, 6, 5), np.uint8), box(3)
+        self.observation_space = self.critic_observation_space = spaces.Dict({"picture": picture, "vector": vector})
+
+    def observe(self):
+        self.bits = torch.randint(0, 2, (2, self.num_envs), generator=self.generator)
+        picture = torch.randint(0, 100, (self.num_envs, 2, 6, 5), generator=self.generator, dtype=torch.uint8)
+        picture[:, 1] += 155 * self.bits[0].to(torch.uint8)[:, None, None]
+        vector = torch.randn(self.num_envs, 3, generator=self.generator)
+        vector[:, 1] = 40.0 + 10 * self.bits[1]
+        self.flips += 1
+        parts = [("picture", picture), ("vector", vector)]
+        obs = dict(parts[:: (-1) ** self.flips])
+        return obs, obs
+
+    def reward(self, actions):
+        right = self.current[0]["picture"][:, 1].amax((1, 2)).gt(127) ^ self.current[0]["vector"][:, 1].gt(45)
+        return (actions == right).float()
+
+
+class NoChoice(Choice):
+    """A third of the rows allow nothing, in both sub-actions or in the second alone; there all numbers are 1e6."""
+
+    sizes, obs_dim, length, terminates = (3, 2), 2, 1, True
+
+    def observe(self):
+        self.kind = torch.randint(0, 6, (self.num_envs,), generator=self.generator)
+        obs = torch.randn(self.num_envs, 2, generator=self.generator)
+        obs[self.kind < 2] = 1e6
+        return obs, obs
+
+    def masks(self):
+        allowed = torch.ones(self.num_envs, 5, dtype=torch.bool)
+        allowed[self.kind == 0], allowed[:, 3:] = False, (self.kind > 1)[:, None]
+        return allowed
+
+    def reward(self, actions):
+        return torch.where(self.action_mask.all(1), 2.0, 1e6)
+
+
+class Privileged(Choice):
+    """The reward is the sign of what only the critic sees, a dict of a map and a state."""
+
+    sizes, obs_dim, length, terminates = (2, 3), 4, 1, True
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        parts = {"map": spaces.Box(0, 255, (1, 3, 4), np.uint8), "state": box(7)}
+        self.critic_observation_space = spaces.Dict(parts)
+
+    def observe(self):
+        obs = torch.randn(self.num_envs, 4, generator=self.generator)
+        map_ = torch.randint(0, 256, (self.num_envs, 1, 3, 4), generator=self.generator, dtype=torch.uint8)
+        state = 1e3 * torch.randn(self.num_envs, 7, generator=self.generator).sign() + 5e3
+        return obs, {"map": map_, "state": state}
+
+    def reward(self, actions):
+        return (self.current[1]["state"][:, 2] - 5e3).sign()
+
+
+class Clipped(Choice):
+    """As Atari: the learner sees reward 1 and lives of 2 steps; a game earns 3 a step and has 3 lives."""
+
+    length, terminates, played = 2, True, 0
+
+    def reset(self):
+        self.played = 0
+        return super().reset()
+
+    def step(self, actions):
+        step, self.played = super().step(actions), self.played + 1
+        ends = torch.full((self.num_envs,), self.played % 6 == 0)
+        return step._replace(raw_rewards=3 * torch.ones(self.num_envs), episode_ends=ends)
+
+
+class TwoHeadsChoice(Choice):
+    value_size = 2
+
+    def reward(self, actions):
+        return torch.stack([torch.ones(self.num_envs), -3 * torch.ones(self.num_envs)], 1)
+
+
 PROBES = {
     cls.__name__: cls
     for cls in (ConstantReward, ConstantRewardTerminal, RewardIsObs, DelayedReward, ActionIsObs, Asymmetric, Staggered,
-                Meddler, TwoHeads, Worsening, NanWhenTold)
+                Meddler, TwoHeads, Worsening, NanWhenTold, ConstantChoice, ConstantChoiceTerminal, MatchObs, Heads,
+                OneHead, Pictures, SmallPictures, PictureAndVector, NoChoice, Privileged, Clipped, TwoHeadsChoice)
 }  # fmt: skip
 
 
@@ -175,10 +386,10 @@ PROBES = {
 def probes(monkeypatch, tmp_path):
     """main(Args(env_id="ConstantReward")) trains on the probe of that name, in an empty folder."""
 
-    def make(env_id, num_envs, device, seed, env_kwargs=None):
+    def make(env_id, num_envs, device, seed, env_kwargs=None, action_bins=0):
         return PROBES[env_id](num_envs, device, seed)
 
-    def make_for_episodes(env_id, num_envs, num_episodes, device, seed, env_kwargs):
+    def make_for_episodes(env_id, num_envs, num_episodes, device, seed, env_kwargs, action_bins=0):
         copies = max(n for n in range(1, min(num_envs, num_episodes) + 1) if num_episodes % n == 0)
         return make(env_id, copies, device, seed)
 

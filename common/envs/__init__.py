@@ -15,19 +15,21 @@ from common.envs.base import VecEnv
 from common.errors import InputError
 
 BACKENDS = ("envpool", "gym")
+MINIGRID = ("MiniGrid-", "BabyAI-")  # Gymnasium knows these once their package is imported
 PLANNED = """
     warp brax playground mjlab isaaclab isaacgym maniskill genesis vmas smax jaxmarl pz magent smac smacv2 torch
 """.split()
 
 
 def make(
-    env_id: str, num_envs: int, device: torch.device, seed: int, env_kwargs: dict[str, Any] | None = None
-) -> VecEnv:
+    env_id: str, num_envs: int, device: torch.device, seed: int, env_kwargs: dict[str, Any] | None = None,
+    action_bins: int = 0,
+) -> VecEnv:  # fmt: skip
     """num_envs copies of env_id on device, tensors in and out; says on stderr what a name was taken for.
 
     env_id is `envpool/Ant-v5`, `gym/Ant-v5`, `gym/module:Name-v0`, or a bare name, which is the newest version in
-    envpool or else in Gymnasium: Ant is envpool/Ant-v5. Raises InputError for an unknown name or option, a missing
-    package, or num_envs < 1.
+    envpool or else in Gymnasium: Ant is envpool/Ant-v5. With action_bins, each dimension of continuous actions is cut
+    into that many values. Raises InputError for an unknown name or option, a missing package, or num_envs < 1.
     """
     if num_envs < 1:
         raise InputError(f"num_envs {num_envs}: must be at least 1")
@@ -37,17 +39,22 @@ def make(
     else:
         from common.envs.gymnasium import GymnasiumVecEnv as adapter
     envs = adapter(name, num_envs, torch.device(device), seed, dict(env_kwargs or {}))
+    if action_bins:
+        from common.envs.discretize import DiscretizedVecEnv
+
+        envs = DiscretizedVecEnv(envs, action_bins)
     what = f"{num_envs} envs, obs {_brief(envs.observation_space)}, actions {_brief(envs.action_space)}"
     print(f"env: {env_id} -> {envs.env_id} ({what})", file=sys.stderr, flush=True)
     return envs
 
 
 def make_for_episodes(
-    env_id: str, num_envs: int, num_episodes: int, device: torch.device, seed: int, env_kwargs: Sequence[str]
-) -> VecEnv:
+    env_id: str, num_envs: int, num_episodes: int, device: torch.device, seed: int, env_kwargs: Sequence[str],
+    action_bins: int = 0,
+) -> VecEnv:  # fmt: skip
     """Envs for an evaluation: as many copies (at most num_envs) as divide num_episodes, on seeds of their own."""
     copies = max(n for n in range(1, min(num_envs, num_episodes) + 1) if num_episodes % n == 0)
-    return make(env_id, copies, device, derive_seed(seed, 0, 2**31), parse_env_kwargs(env_kwargs))
+    return make(env_id, copies, device, derive_seed(seed, 0, 2**31), parse_env_kwargs(env_kwargs), action_bins)
 
 
 def derive_seed(seed: int, rank: int, stream: int) -> int:
@@ -74,7 +81,10 @@ def resolve(env_id: str) -> tuple[str, str]:
     prefix, _, rest = env_id.partition("/")
     if ":" in env_id:
         return "gym", env_id.removeprefix("gym/")
-    envpool_ids, gym_ids = _envpool_ids(), list(registry)
+    envpool_ids = _envpool_ids()
+    if rest.startswith(MINIGRID) and prefix == "gym" or env_id.startswith(MINIGRID) and not envpool_ids:
+        _register_minigrid(env_id)
+    gym_ids = list(registry)
     if env_id in envpool_ids:  # some of its ids have a slash of their own
         return "envpool", env_id
     if rest and prefix == "envpool":
@@ -128,6 +138,15 @@ def _envpool_ids() -> list[str]:
     return list(envpool.list_all_envs())
 
 
+def _register_minigrid(env_id: str) -> None:
+    try:
+        import minigrid  # noqa: F401  registers its tasks
+    except ImportError as error:
+        raise InputError(f"{env_id} needs minigrid: pip install -r requirements-minigrid.txt") from error
+
+
 def _brief(space: Space) -> str:
+    if isinstance(space, spaces.Dict):
+        return ", ".join(f"{key} {_brief(part)}" for key, part in space.items())
     shape = "x".join(map(str, space.shape))
-    return shape if isinstance(space, spaces.Box) else str(space)
+    return shape if isinstance(space, spaces.Box) else " ".join(str(space).split())

@@ -17,22 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.envs.base import (
-    ObservationReader,
-    Step,
-    VecEnv,
-    action_box,
-    available_cores,
-    clamped,
-    host_to_device,
-    is_image,
-    to_tensors,
-)
+from common.envs.actions import ActionWriter
+from common.envs.base import Observation, Step, VecEnv, available_cores, host_to_device
+from common.envs.observations import Array, ObservationReader, replaced, to_tensors
 from common.errors import InputError
 
 SLOW_START = 512  # from this many envs on, creation takes seconds (each parses its model) and is worth a message
 # Tasks whose step is cheaper than waking a thread, by the beginning of their names.
 CHEAP = tuple("Acrobot Blackjack CartPole Catch CliffWalking FrozenLake MountainCar NChain Pendulum Taxi".split())
+# Tasks whose rewards or terminations depend on the limit that envpool is given, by the beginning of their names.
+LIMIT_AWARE = ("BabyAI", "MiniGrid", "LevelBasedForaging", "Jumanji/LevelBasedForaging")
 
 
 class EnvpoolVecEnv(VecEnv):
@@ -45,13 +39,15 @@ class EnvpoolVecEnv(VecEnv):
             with warnings.catch_warnings():
                 # envpool declares float64 bounds of float32 spaces, and Gymnasium says so four times a start.
                 warnings.filterwarnings("ignore", message=".*precision lowered by casting")
-                spec = envpool.make_spec(name, **{k: v for k, v in options.items() if k != "num_envs"})
+                spec = envpool.make_spec(name, **options)
+                if hasattr(spec.config, "use_combined_action") and "use_combined_action" not in options:
+                    # ViZDoom's buttons: one action for each combination instead of floats without bounds
+                    options["use_combined_action"] = True
+                    spec = envpool.make_spec(name, **options)
                 if spec.config.max_num_players > 1:
                     raise InputError(f"{self.env_id} has several players, which is not supported by this script yet")
-                self.reader = ObservationReader(spec.gymnasium_observation_space, self.env_id)
-                self.action_space = action_box(spec.gymnasium_action_space, self.env_id)
-                self.max_episode_steps = getattr(spec.config, "max_episode_steps", None)
-                self.time_limit = self._own_time_limit()
+                self._read_spec(spec)
+                self.time_limit = self._own_time_limit(name)
                 if self.time_limit:
                     options["max_episode_steps"] = self.time_limit + 1
                 with _heartbeat(f"creating {num_envs} x {name}", num_envs):
@@ -60,39 +56,70 @@ class EnvpoolVecEnv(VecEnv):
             if isinstance(error, InputError):
                 raise
             raise InputError(f"{self.env_id}, options {env_kwargs}: {str(error).splitlines()[0]}") from error
+
+    def _read_spec(self, spec: Any) -> None:
+        fields = spec.state_array_spec
+        self.reader = ObservationReader(spec.gymnasium_observation_space, self.env_id)
         self.observation_space = self.reader.observation_space
         self.critic_observation_space = self.reader.critic_observation_space
+        self.unflattened_shape = self.reader.unflattened_shape
+        in_info = fields.get("info:legal_action_mask")
+        mask_shape = self.reader.mask_shape if in_info is None else tuple(in_info.shape)
+        self.writer = ActionWriter(spec.gymnasium_action_space, self.env_id, mask_shape)
+        self.action_space = self.writer.space
+        self.is_atari = "info:terminated" in fields
+        self.clips_rewards = self.is_atari and spec.config.reward_clip
+        self.ends_at_lost_lives = self.is_atari and spec.config.episodic_life
+        limit = getattr(spec.config, "max_episode_steps", 0)
+        self.max_episode_steps = limit if 0 < limit < 2**31 - 1 else None
 
-    def _own_time_limit(self) -> int | None:
+    def _own_time_limit(self, name: str) -> int | None:
         """The step in which the adapter truncates, or None to leave that to envpool.
 
         envpool reports an env that terminates in its last allowed step as truncated, and its value would be
-        bootstrapped. So it is given one step more and the cut is made here; not for Atari, where a reset before the
-        game is over would only go on to the next life.
+        bootstrapped. So it is given one step more and the cut is made here; not for Atari, which tells when a game is
+        over.
         """
-        unlimited = self.max_episode_steps is None or self.max_episode_steps >= 2**31 - 1
-        return None if unlimited or is_image(self.reader.observation_space) else self.max_episode_steps
+        return None if self.is_atari or name.startswith(LIMIT_AWARE) else self.max_episode_steps
 
-    def reset(self) -> tuple[Tensor, Tensor]:
-        arrays = self.reader.read(self.envs.reset()[0], self.num_envs)
-        obs, critic_obs, self.action_mask = to_tensors(arrays, self.device)
+    def reset(self) -> tuple[Observation, Observation]:
+        obs, critic_obs, self.action_mask = to_tensors(self._read(*self.envs.reset(), self.num_envs), self.device)
         return obs, critic_obs
 
+    def _read(self, raw_obs: Any, info: dict[str, Any], rows: int) -> list[Array]:
+        arrays = self.reader.read(raw_obs, rows)
+        mask = raw_obs["action_mask"] if self.reader.mask_shape is not None else info.get("legal_action_mask")
+        return arrays if mask is None else [*arrays, self.writer.allowed(mask, rows)]
+
     def step(self, actions: Tensor) -> Step:
-        raw_obs, rewards, terminations, truncations, info = self.envs.step(clamped(actions, self.action_space))
-        arrays, final_obs, final_critic_obs = self.reader.read(raw_obs, self.num_envs), None, None
+        raw_obs, rewards, terminations, truncations, info = self.envs.step(self.writer.write(actions))
+        arrays, final_obs, final_critic_obs = self._read(raw_obs, info, self.num_envs), None, None
         if self.time_limit:
             truncations = info["elapsed_step"] >= self.time_limit
+        if self.is_atari:
+            game_overs = info["terminated"] != 0
+            terminations = terminations | game_overs
         dones = terminations | truncations
         if dones.any():
             truncations = truncations & ~terminations
             if truncations.any():
                 final_obs, final_critic_obs, _ = to_tensors(arrays, self.device)
             ids = np.flatnonzero(dones)
-            arrays = self.reader.replaced(arrays, ids, self.reader.read(self.envs.reset(ids)[0], len(ids)))
+            arrays = replaced(arrays, ids, self._read(*self._restart(ids), len(ids)))
         obs, critic_obs, self.action_mask = to_tensors(arrays, self.device)
-        results = (host_to_device(x, self.device) for x in (rewards, terminations, truncations))
-        return Step(obs, critic_obs, *results, final_obs, final_critic_obs, self.action_mask)
+        raw_rewards = info["reward"] if self.clips_rewards else None
+        episode_ends = game_overs | truncations if self.ends_at_lost_lives else None
+        results = (rewards, terminations, truncations, raw_rewards, episode_ends)
+        results = [None if x is None else host_to_device(x, self.device) for x in results]
+        return Step(obs, critic_obs, *results[:3], final_obs, final_critic_obs, self.action_mask, *results[3:])
+
+    def _restart(self, ids: np.ndarray) -> tuple[Any, dict[str, Any]]:
+        """First observations of just those envs, and infos."""
+        if not self.is_atari:
+            return self.envs.reset(ids)
+        # A reset would start a new game also where just a life was lost; a step starts what has to be started.
+        raw_obs, _, _, _, info = self.envs.step(np.zeros(len(ids), np.int32), ids.astype(np.int32))
+        return raw_obs, info
 
     def close(self) -> None:
         self.envs.close()

@@ -11,20 +11,13 @@ from typing import Any
 import gymnasium
 import numpy as np
 import torch
-from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import concatenate, create_empty_array
 from torch import Tensor
 
-from common.envs.base import (
-    ObservationReader,
-    Step,
-    VecEnv,
-    action_box,
-    available_cores,
-    clamped,
-    host_to_device,
-    to_tensors,
-)
+from common.envs.actions import ActionWriter
+from common.envs.base import Observation, Step, VecEnv, available_cores, host_to_device
+from common.envs.observations import Array, ObservationReader, replaced, to_tensors
 from common.errors import InputError
 
 ASYNC_SECONDS = 1e-3  # a step that costs more than this is worth a process
@@ -46,6 +39,7 @@ class GymnasiumVecEnv(VecEnv):
             sys.path.insert(0, os.getcwd())
         try:
             probe = gymnasium.make(name, disable_env_checker=True, **options)
+            info = probe.reset(seed=seed)[1]
         except Exception as error:  # from any code of the user's: an unknown option, a missing package, a typing error
             reason = (str(error) or repr(error)).splitlines()[0]
             missing = isinstance(error, ImportError) and ":" not in name
@@ -55,36 +49,49 @@ class GymnasiumVecEnv(VecEnv):
         self.reader = ObservationReader(probe.observation_space, self.env_id)
         self.observation_space = self.reader.observation_space
         self.critic_observation_space = self.reader.critic_observation_space
-        self.raw_action_space, self.action_space = probe.action_space, action_box(probe.action_space, self.env_id)
+        self.unflattened_shape = self.reader.unflattened_shape
+        self.mask_source, mask_shape = _mask_source(probe, info, self.reader)
+        self.writer = ActionWriter(probe.action_space, self.env_id, mask_shape)
+        self.action_space = self.writer.space
         reward_space = getattr(probe.unwrapped, "reward_space", None)
         self.value_size = 1 if reward_space is None else int(np.prod(reward_space.shape))
-        parallel = num_envs > 1 and available_cores() > 1
+        # Masked envs are not timed: a random action may be one that they refuse.
+        parallel = num_envs > 1 and available_cores() > 1 and self.mask_source is None
         mode = mode or ("async" if parallel and _step_seconds(probe) > ASYNC_SECONDS else "sync")
         probe.close()
         # With copy every array that it returns is new, so tensors can share its memory.
         settings = {"autoreset_mode": AutoresetMode.SAME_STEP, "copy": True}
+        if mode == "async" and self.reader.texts:  # whose spaces may be unknown to Gymnasium
+            settings["shared_memory"] = False
         with _deaf_to_interrupts():
             self.envs = gymnasium.make_vec(name, num_envs, mode, settings, disable_env_checker=True, **options)
         if mode == "sync" and self.value_size > 1:  # Gymnasium's own buffer has room for one reward an env only
             self.envs._rewards = np.zeros((num_envs, self.value_size))
 
-    def reset(self) -> tuple[Tensor, Tensor]:
-        raw_obs, _ = self.envs.reset(seed=self.seed)
+    def reset(self) -> tuple[Observation, Observation]:
+        arrays = self._read(*self.envs.reset(seed=self.seed))
         self.seed = None  # only the first reset is seeded: later ones go on in the env's own stream
-        obs, critic_obs, self.action_mask = to_tensors(self.reader.read(raw_obs, self.num_envs), self.device)
+        obs, critic_obs, self.action_mask = to_tensors(arrays, self.device)
         return obs, critic_obs
 
+    def _read(self, raw_obs: Any, info: dict[str, Any]) -> list[Array]:
+        arrays = self.reader.read(raw_obs, self.num_envs)
+        if self.mask_source is None:
+            return arrays
+        source = info if self.mask_source == "info" else raw_obs
+        if self.mask_source == "info" and not np.all(info.get("_action_mask", False)):
+            raise InputError(f"{self.env_id}: info has an action_mask after the first reset, but not always later")
+        mask = self.envs.call("action_masks") if self.mask_source == "method" else source["action_mask"]
+        return [*arrays, self.writer.allowed(mask, self.num_envs)]
+
     def step(self, actions: Tensor) -> Step:
-        array = clamped(actions, self.action_space)
-        if isinstance(self.action_space, spaces.Box):
-            array = array.reshape(self.num_envs, *self.raw_action_space.shape).astype(self.raw_action_space.dtype)
-        raw_obs, rewards, terminations, truncations, info = self.envs.step(array)
-        arrays, final_obs, final_critic_obs = self.reader.read(raw_obs, self.num_envs), None, None
+        raw_obs, rewards, terminations, truncations, info = self.envs.step(self.writer.write(actions))
+        arrays, final_obs, final_critic_obs = self._read(raw_obs, info), None, None
         truncations = truncations & ~terminations
         if truncations.any():
-            ids = np.flatnonzero(info["_final_obs"])
-            lasts = zip(*(self.reader.read(info["final_obs"][i], 1) for i in ids), strict=True)
-            finals = self.reader.replaced(arrays, ids, [np.concatenate(rows) for rows in lasts])
+            ids, space = np.flatnonzero(info["_final_obs"]), self.envs.single_observation_space
+            lasts = concatenate(space, info["final_obs"][ids], create_empty_array(space, len(ids)))
+            finals = replaced(arrays[:2], ids, self.reader.read(lasts, len(ids)))
             final_obs, final_critic_obs, _ = to_tensors(finals, self.device)
         obs, critic_obs, self.action_mask = to_tensors(arrays, self.device)
         results = (host_to_device(x, self.device) for x in (rewards, terminations, truncations))
@@ -92,6 +99,19 @@ class GymnasiumVecEnv(VecEnv):
 
     def close(self) -> None:
         self.envs.close()
+
+
+def _mask_source(
+    env: gymnasium.Env, info: dict[str, Any], reader: ObservationReader
+) -> tuple[str | None, tuple[int, ...] | None]:
+    """Where the env, which has been reset, tells its action mask, and the mask's shape."""
+    if reader.mask_shape is not None:
+        return "obs", reader.mask_shape
+    if "action_mask" in info:
+        return "info", np.shape(info["action_mask"])
+    if env.has_wrapper_attr("action_masks"):
+        return "method", np.shape(env.get_wrapper_attr("action_masks")())
+    return None, None
 
 
 @contextmanager
