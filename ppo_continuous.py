@@ -579,11 +579,16 @@ def main(args: Args) -> dict[str, float]:
             advantages.sub_(distributed.average(advantages.mean()))
             advantages.div_(distributed.average((advantages**2).mean()).sqrt() + 1e-8)
 
+    def loss_gradients(mb_inds: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Of batch rows mb_inds [M]: a gradient for each parameter, and the loss's metrics."""
+        loss, metrics = ppo_loss(agent, args, **{name: x[mb_inds] for name, x in batch.items()})
+        return torch.autograd.grad(loss, parameters), metrics
+
     def update_step(mb_inds: Tensor) -> Tensor:
         """One gradient step on batch rows mb_inds [M]; returns METRICS, still on the device."""
-        optimizer.zero_grad()
-        loss, metrics = loss_fn(agent, args, **{name: x[mb_inds] for name, x in batch.items()})
-        loss.backward()
+        gradients, metrics = loss_gradients(mb_inds)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
         metrics = distributed.average_gradients(parameters, metrics)
         metrics[GRAD_NORM] = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm, foreach=True)
         metrics[NONFINITE] = (~metrics[GRAD_NORM].isfinite()).float()
@@ -606,7 +611,7 @@ def main(args: Args) -> dict[str, float]:
 
     # From here on these names mean the fast versions.
     use_compile = device.type == "cuda" if args.compile is None else args.compile
-    policy_step, loss_fn = compile_pure(policy_step, use_compile), compile_pure(ppo_loss, use_compile)
+    policy_step, loss_gradients = (compile_pure(fn, use_compile) for fn in (policy_step, loss_gradients))
     update_step = cuda_graph(update_step, enabled=use_compile and device.type == "cuda" and world_size == 1)
     num_updates = args.update_epochs * args.num_minibatches
     metric_names = [f"losses/{name}" for name in (*METRICS, *agent.extra_losses(obs[0, :2]))]

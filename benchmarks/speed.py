@@ -1,4 +1,4 @@
-"""Steps per second of ppo_continuous.py against other implementations, in alternating runs on the same envpool env.
+"""Steps per second of the PPO scripts against other implementations, in alternating runs on the same envpool env.
 
     python -m venv peers && . peers/bin/activate
     pip install -r requirements.txt stable-baselines3 && pip install --no-deps rl-games==1.6.5
@@ -8,7 +8,8 @@
 Each round runs every competitor once, in an order that turns round (ABC, CBA, ...). Rates are taken between lines
 `global_step=...` that a competitor prints, after a warm-up: end to end, with its own logging. "per CPU s" divides by
 the CPU seconds of the competitor's own processes, which neighbours disturb less. CleanRL is not a package:
-give the path of its file, which is run as it is, with the vector env and the layer sizes replaced at run time.
+give the path of its file (ppo_continuous_action.py, ppo.py or ppo_atari.py), which is run as it is, with the vector env
+and the layer sizes replaced at run time. `bare` steps the envs with random actions and does nothing else.
 """
 
 import argparse
@@ -36,12 +37,17 @@ class Task:
     sizes: tuple[int, ...]
     num_envs: int = 64
     epochs: int = 4
+    script: str = "ppo_continuous"
+    flags: str = "--separate"
 
 
 TASKS = {
     "HalfCheetah-v5": Task("HalfCheetah-v5", 64, 2048, (256, 128, 64)),
     "Ant-v5": Task("Ant-v5", 64, 2048, (256, 128, 64)),
     "InvertedPendulum-v5": Task("InvertedPendulum-v5", 32, 512, (64, 64)),
+    "CartPole-v1": Task("CartPole-v1", 32, 512, (64, 64), script="ppo_discrete"),
+    "CartPole-v1-1024": Task("CartPole-v1", 32, 8192, (64, 64), 1024, script="ppo_discrete"),
+    "Pong-v5": Task("Pong-v5", 32, 512, (512,), script="ppo_discrete", flags="--no-separate --activation relu"),
 }
 
 
@@ -55,10 +61,24 @@ def make_env(task: Task):
 def own_command(task: Task, flags: list[str]) -> list[str]:
     sizes = [str(size) for size in task.sizes]
     minibatches = task.num_envs * task.num_steps // task.minibatch
-    return [sys.executable, str(ROOT / "ppo_continuous.py"), "--env-id", f"envpool/{task.env_id}",
+    return [sys.executable, str(ROOT / f"{task.script}.py"), "--env-id", f"envpool/{task.env_id}",
             "--num-envs", str(task.num_envs), "--num-steps", str(task.num_steps), "--num-minibatches", str(minibatches),
-            "--update-epochs", str(task.epochs), "--hidden-sizes", *sizes, "--separate",
+            "--update-epochs", str(task.epochs), "--hidden-sizes", *sizes, *task.flags.split(),
             "--total-timesteps", "100000000", *flags]  # fmt: skip
+
+
+def run_bare(task: Task) -> None:
+    import numpy as np
+
+    envs = make_env(task)
+    envs.reset()
+    actions = [np.array([envs.action_space.sample() for _ in range(task.num_envs)]) for _ in range(64)]
+    for iteration in range(10**9):
+        for t in range(task.num_steps):
+            _, _, terminated, truncated, _ = envs.step(actions[(iteration + t) % 64])
+            if (terminated | truncated).any():
+                envs.reset(np.flatnonzero(terminated | truncated))
+        print(f"global_step={(iteration + 1) * task.num_steps * task.num_envs}", flush=True)
 
 
 def run_sb3(task: Task) -> None:
@@ -198,13 +218,16 @@ def run_cleanrl(task: Task, path: str) -> None:
 
         def __init__(self, env_fns, **kwargs):
             self.envs = make_env(task)
-            box = self.envs.action_space
-            self.single_observation_space = self.envs.observation_space
-            self.single_action_space = gym.spaces.Box(box.low.astype(np.float32), box.high.astype(np.float32))
+            self.single_observation_space, box = self.envs.observation_space, self.envs.action_space
+            self.single_action_space, self.plain = box, task.script == "ppo_discrete"
+            if not self.plain:
+                self.single_action_space = gym.spaces.Box(box.low.astype(np.float32), box.high.astype(np.float32))
             self.obs_rms, self.return_rms = Moments(self.single_observation_space.shape), Moments(())
             self.discounted, self.returns, self.lengths = (np.zeros(task.num_envs) for _ in range(3))
 
         def normalize(self, obs):
+            if self.plain:
+                return obs
             self.obs_rms.update(obs)
             return np.clip((obs - self.obs_rms.mean) / np.sqrt(self.obs_rms.var + 1e-8), -10, 10)
 
@@ -212,8 +235,9 @@ def run_cleanrl(task: Task, path: str) -> None:
             return self.normalize(self.envs.reset()[0]), {}
 
         def step(self, actions):
-            box = self.single_action_space
-            obs, rewards, terminated, truncated, _ = self.envs.step(np.clip(actions, box.low, box.high))
+            if not self.plain:
+                actions = np.clip(actions, self.single_action_space.low, self.single_action_space.high)
+            obs, rewards, terminated, truncated, _ = self.envs.step(actions)
             dones, infos = terminated | truncated, {}
             self.returns += rewards
             self.lengths += 1
@@ -222,6 +246,8 @@ def run_cleanrl(task: Task, path: str) -> None:
                 infos["final_info"] = {"_episode": dones, "episode": episode}
                 self.returns[dones] = self.lengths[dones] = 0
                 obs[dones] = self.envs.reset(np.flatnonzero(dones))[0]
+            if self.plain:
+                return obs, rewards, terminated, truncated, infos
             self.discounted = self.discounted * 0.99 * (1 - dones) + rewards
             self.return_rms.update(self.discounted)
             rewards = np.clip(rewards / np.sqrt(self.return_rms.var + 1e-8), -10, 10)
@@ -242,7 +268,8 @@ def run_cleanrl(task: Task, path: str) -> None:
     source = Path(path).read_text()
     anchor = "    optimizer = optim.Adam("
     assert source.count(anchor) == 1, f"{path}: not the file this was written for"
-    source = source.replace(anchor, "    agent = resized(agent)\n" + anchor)
+    if task.script == "ppo_continuous":
+        source = source.replace(anchor, "    agent = resized(agent)\n" + anchor)
     source = source.replace('print("SPS:"', 'print(f"global_step={global_step}", flush=True); print("SPS:"')
     minibatches = task.num_envs * task.num_steps // task.minibatch
     sys.argv = [path, "--env-id", task.env_id, "--num-envs", str(task.num_envs), "--num-steps", str(task.num_steps),
@@ -276,7 +303,7 @@ def measure(command: list[str], warmup: float, seconds: float, log: Path) -> dic
         with open(log, "a") as file:
             for line in process.stdout:
                 file.write(line)
-                match = re.search(r"global_step=(\d+)(?!.*episodic)", line)
+                match = re.search(r"global_step=(\d+)(?!\d|, episodic)", line)
                 if not match:
                     continue
                 now = time.perf_counter()
@@ -311,12 +338,14 @@ def main() -> None:
     args = parser.parse_args()
     THREADS, task = args.threads, TASKS[args.task]
     if args.run_peer:
-        peers = {"sb3": run_sb3, "rl_games": run_rl_games, "cleanrl": lambda task: run_cleanrl(task, args.cleanrl)}
+        peers = {"bare": run_bare, "sb3": run_sb3, "rl_games": run_rl_games}
+        peers["cleanrl"] = lambda task: run_cleanrl(task, args.cleanrl)
         return peers[args.run_peer](task)
     peer = [sys.executable, str(Path(__file__).resolve()), "--task", args.task, "--threads", str(args.threads)]
     commands = {"ours": own_command(task, [])}
     commands |= {name: own_command(task, flags.split()) for name, flags in (item.split("=", 1) for item in args.flags)}
-    commands |= {name: [*peer, "--run-peer", name] for name in ("sb3", "rl_games")}
+    others = ("sb3", "rl_games") if task.script == "ppo_continuous" else ("bare",)
+    commands |= {name: [*peer, "--run-peer", name] for name in others}
     if args.cleanrl:
         commands["cleanrl"] = [*peer, "--cleanrl", str(Path(args.cleanrl).resolve()), "--run-peer", "cleanrl"]
     if args.only:

@@ -16,7 +16,11 @@ from common.envs.base import available_cores
 
 def compile_pure(fn: Callable, enabled: bool) -> Callable:
     """torch.compile of a function whose only effect may be the random state; fn itself when not enabled."""
-    return torch.compile(fn, fullgraph=True, dynamic=False) if enabled else fn
+    if not enabled:
+        return fn
+    torch._dynamo.config.trace_autograd_ops = True  # torch.autograd.grad in fn becomes part of its graph
+    return torch.compile(fn, fullgraph=True, dynamic=False)
+
 
 
 def cuda_graph(fn: Callable[[Tensor], Tensor], enabled: bool, warmup: int = 3) -> Callable[[Tensor], Tensor]:

@@ -316,10 +316,11 @@ def test_masks_of_another_size_are_refused(make, source, sizes, named):
     assert "\n" not in str(error.value)
 
 
-def test_nothing_allowed_becomes_everything(make):
+def test_nothing_allowed_is_told_as_it_is(make):
+    """What to do then is the algorithm's business (weight 0): the adapter neither hides it nor invents a choice."""
     envs = make("gym/toy_envs:NothingAllowed-v0", 2)
     envs.reset()
-    assert envs.action_mask[:, :2].all() and envs.action_mask[:, 2:].sum(1).eq(1).all()
+    assert not envs.action_mask[:, :2].any() and envs.action_mask[:, 2:].sum(1).eq(1).all()
     assert envs.step(torch.zeros(2, 2, dtype=torch.int64)).action_mask.sum(1).eq(2).all()
 
 

@@ -50,16 +50,10 @@ class ActionWriter:
         return array.reshape(len(array), *self.raw.shape).astype(self.raw.dtype, copy=False)
 
     def allowed(self, mask: Any, rows: int) -> np.ndarray:
-        """The mask [rows, K] bool of an array, or of a sequence with one mask an env.
-
-        An action without any allowed value gets all of them: there is no distribution over nothing.
-        """
+        """The mask [rows, K] bool of an array, or of a sequence with one mask an env; rows may allow nothing."""
         if not isinstance(mask, np.ndarray) or mask.dtype == object:
             mask = np.stack(list(mask))
-        mask = np.asarray(mask, bool).reshape(rows, -1)
-        counts = [mask.shape[1]] if self.joint else self.nvec
-        some = np.logical_or.reduceat(mask, np.cumsum([0, *counts[:-1]]), axis=1)
-        return mask if some.all() else mask | np.repeat(~some, counts, axis=1)
+        return np.asarray(mask, bool).reshape(rows, -1)
 
 
 def choices(space: Space, env_id: str) -> tuple[np.ndarray, np.ndarray]:

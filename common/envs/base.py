@@ -38,8 +38,9 @@ class Step(NamedTuple):
     action_mask: Tensor | None = None
     """[N, K] bool, True = allowed, for the obs now returned; None where every action is always allowed
 
-    K is the number of values of a Discrete action, the sum of those of a MultiDiscrete one, each of which has at least
-    one allowed."""
+    K is the number of values of a Discrete action, the sum of those of a MultiDiscrete one. Where a row allows nothing
+    for one of its actions, action 0 is sent and the row is left out of training.
+    """
     raw_rewards: Tensor | None = None
     """[N] float32: before the simulator clipped them; None where rewards are not clipped"""
     episode_ends: Tensor | None = None
