@@ -809,7 +809,8 @@ def main(args: Args) -> dict[str, float]:
             check_finite(observations, finals, rewards, metrics_sum[NONFINITE].item(), iteration, run.dir)
             episodes.update(*(torch.stack(x) for x in zip(*outcomes, strict=True)))
             log = episodes.metrics() | {"charts/learning_rate": lrs[0].item()}
-            log["charts/rows_without_choice"] = (weights == 0).sum().item()  # action 0 was sent, though not allowed
+            stuck = distributed.average((weights == 0).float().sum()) * world_size  # were sent action 0 all the same
+            log["charts/rows_without_choice"] = stuck.item()
             if train:
                 log |= zip(metric_names, (metrics_sum / num_updates).tolist(), strict=True)
                 log["losses/explained_variance"] = explained_variance(values, returns)

@@ -96,12 +96,12 @@ class LinearEnv(VecEnv):
 class MaskedEnv(LinearEnv):
     """LinearEnv with three sub-actions whose mask depends on a counter that is not observed.
 
-    stuck: every fourth state of env 1 allows nothing.
+    stuck: index of an env of which every fourth state allows nothing; 0: none.
     """
 
     sizes = [2, 3, 4]
 
-    def __init__(self, *args, stuck=False, **kwargs):
+    def __init__(self, *args, stuck=0, **kwargs):
         super().__init__(*args, **kwargs)
         self.env_id, self.stuck, self.action_space = "toy/Masked", stuck, spaces.MultiDiscrete(self.sizes)
 
@@ -109,7 +109,7 @@ class MaskedEnv(LinearEnv):
         self.counter = counter  # neighbours are never both forbidden, so each sub-action has something allowed
         self.action_mask = (counter[:, None] + torch.arange(9) * (1 + self.index[:, None] % 3)) % 4 > 0
         if self.stuck:
-            self.action_mask &= ~((self.index == 1) & (counter % 4 == 0))[:, None]
+            self.action_mask &= ~((self.index == self.stuck) & (counter % 4 == 0))[:, None]
 
     def reset(self):
         self.count(self.index * 5)
