@@ -523,7 +523,12 @@ def agent_kwargs(envs: VecEnv, encoder: str) -> dict:
     if isinstance(space, spaces.Box):
         raise InputError(f"{envs.env_id} has Box actions: use ppo_continuous.py, or give --action-bins 11")
     sizes = [int(space.n)] if isinstance(space, spaces.Discrete) else space.nvec.flatten().tolist()
-    critic_spec = None if critic_obs is obs else observation_spec(critic_obs, None, encoder, envs.env_id)
+    critic_spec = None
+    if critic_obs is not obs:
+        try:
+            critic_spec = observation_spec(critic_obs, None, encoder, envs.env_id)
+        except InputError:  # a vector for the critic of an actor with images, for example
+            critic_spec = observation_spec(critic_obs, None, "auto", envs.env_id)
     return {"obs_spec": observation_spec(obs, envs.unflattened_shape, encoder, envs.env_id),
             "critic_obs_spec": critic_spec, "value_size": envs.value_size, "action_sizes": sizes,
             "joint": not isinstance(space, spaces.Discrete)}  # fmt: skip

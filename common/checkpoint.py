@@ -68,7 +68,8 @@ def saved_args(path: str | Path, state: dict[str, Any], args_type: type, **chang
     unknown = saved.keys() - {field.name for field in dataclasses.fields(args_type)}
     if unknown:
         raise InputError(
-            f"checkpoint {path} is of another version of its script: no argument {', '.join(sorted(unknown))}"
+            f"checkpoint {path}, written by {state.get('script')}.py, is of another script or version: "
+            f"no argument {', '.join(sorted(unknown))}"
         )
     return args_type(**saved | changes)
 

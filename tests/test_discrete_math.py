@@ -10,6 +10,7 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
+from common.envs.base import VecEnv
 from common.envs.gymnasium import GymnasiumVecEnv
 from common.envs.observations import ObservationReader
 from common.errors import InputError
@@ -862,3 +863,13 @@ def test_agent_kwargs_of_an_environment():
     envs.action_space = spaces.Box(-1, 1, (2,))
     with pytest.raises(InputError, match="ppo_continuous.py.*--action-bins"):
         agent_kwargs(envs, "auto")
+
+
+@pytest.mark.parametrize("encoder", ["nature_cnn", "impala"])
+def test_image_actor_with_a_vector_critic_takes_a_named_encoder(encoder):
+    envs = VecEnv()
+    envs.env_id, envs.action_space = "toy", spaces.Discrete(3)
+    envs.observation_space = spaces.Box(0, 255, (3, 40, 40), np.uint8)
+    envs.critic_observation_space = spaces.Box(-np.inf, np.inf, (7,), np.float32)
+    kwargs = agent_kwargs(envs, encoder)
+    assert kwargs["obs_spec"]["encoder"] == encoder and kwargs["critic_obs_spec"]["vectors"] == {"obs": 7}

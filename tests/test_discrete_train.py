@@ -775,7 +775,7 @@ def test_checkpoints_of_the_other_script_are_refused(call):
     for script, run in ((ppo, "continuous"), (ppo_continuous, "discrete")):
         path = f"runs/{run}/last.pt"
         for argv in (["--resume", path], ["--play", "--checkpoint", path]):
-            refused(call, argv, [path], script)
+            refused(call, argv, [path, f"ppo_{run}.py"], script)
 
 
 def test_network_of_a_checkpoint_cannot_change(call):
