@@ -125,7 +125,7 @@ class Args:
     activation: Literal["elu", "relu", "tanh", "silu", "gelu", "selu", "softplus"] = "elu"
     """nonlinearity after each hidden layer"""
     initializer: Literal["default", "orthogonal", "glorot", "variance_scaling"] = "orthogonal"
-    """initial weights of the hidden layers; all but default also start the policy mean near zero"""
+    """initial weights of the hidden layers; all but default also start the policy's output near zero"""
     d2rl: bool = False
     """concatenate the input to every hidden layer's input, https://arxiv.org/abs/2010.09163"""
     layer_norm: bool = False
@@ -302,22 +302,25 @@ class Agent(nn.Module):
     """
 
     def __init__(self, args: Args, obs_spec: dict, critic_obs_spec: dict | None, value_size: int,
-                 action_sizes: list[int], joint: bool):  # fmt: skip
+                 action_sizes: list[int], multi_discrete: bool):  # fmt: skip
         super().__init__()
-        self.obs_spec, self.critic_obs_spec, self.joint = obs_spec, critic_obs_spec or obs_spec, joint
+        self.obs_spec, self.critic_obs_spec = obs_spec, critic_obs_spec or obs_spec
+        self.multi_discrete, separate = multi_discrete, args.separate or critic_obs_spec is not None
         self.norm_obs, self.norm_value, self.value_size = args.norm_obs, args.norm_value, value_size
         self.pixel_dtype = torch.bfloat16 if args.bfloat16 else torch.float32
         column = torch.arange(max(action_sizes)).expand(len(action_sizes), -1)
         sizes = torch.tensor(action_sizes)[:, None]
-        self.register_buffer("is_action", column < sizes, persistent=False)  # [D, P]
+        self.register_buffer("is_action", column < sizes, persistent=False)  # [D, P], False: padding
+        self.register_buffer("is_first", column == 0, persistent=False)
         starts = sizes.cumsum(0) - sizes  # of each sub-action in a mask [K]
+        # [D, P]: where an entry of the table stands in a mask [K]
         self.register_buffer("mask_index", (starts + column).clamp(max=sum(action_sizes) - 1), persistent=False)
         self.obs_rms, self.value_rms = RunningMeanStd(sum(obs_spec["vectors"].values())), RunningMeanStd(value_size)
         self.critic_obs_rms = self.obs_rms
         if critic_obs_spec:
             self.critic_obs_rms = RunningMeanStd(sum(critic_obs_spec["vectors"].values()))
         self.actor = Trunk(obs_spec, args.hidden_sizes, args)
-        critic_sizes, separate = args.critic_hidden_sizes or args.hidden_sizes, args.separate or critic_obs_spec
+        critic_sizes = args.critic_hidden_sizes or args.hidden_sizes
         self.critic = Trunk(self.critic_obs_spec, critic_sizes, args) if separate else self.actor
         self.value_head = initialize(nn.Linear(self.critic.out_features, value_size), args.initializer, gain=1.0)
         logits = nn.Linear(self.actor.out_features, self.is_action.numel())
@@ -343,9 +346,9 @@ class Agent(nn.Module):
 
     def log_probabilities(self, features: Tensor, action_mask: Tensor) -> Tensor:
         allowed = self.allowed(action_mask)
-        nothing = ~allowed.any(-1, keepdim=True) & self.is_action & (self.mask_index == self.mask_index[:, :1])
+        allowed = allowed | (~allowed.any(-1, keepdim=True) & self.is_first)  # action 0 where nothing is allowed
         logits = self.policy_head(features).float().view(-1, *self.is_action.shape)
-        return torch.where(allowed | nothing, logits, FORBIDDEN).log_softmax(-1)
+        return torch.where(allowed, logits, FORBIDDEN).log_softmax(-1)
 
     def allowed(self, action_mask: Tensor) -> Tensor:
         """A mask [N, K] as a table [N, D, P]."""
@@ -375,7 +378,7 @@ class Agent(nn.Module):
 
     def to_env(self, actions: Tensor) -> Tensor:
         """actions [N, D] as the environment takes them: [N] where there are no sub-actions."""
-        return actions if self.joint else actions.squeeze(-1)
+        return actions if self.multi_discrete else actions.squeeze(-1)
 
     @torch.no_grad()
     def act(self, obs: Observation, deterministic: bool = True, action_mask: Tensor | None = None) -> Tensor:
@@ -497,7 +500,11 @@ def ppo_loss(agent: Agent, args: Args, ent_coef: Tensor, obs: dict[str, Tensor],
 
 
 def observation_spec(space: spaces.Space, sequence: tuple[int, ...] | None, encoder: str, env_id: str) -> dict:
-    """How Trunk reads a space, as plain data. Raises InputError if the encoder cannot."""
+    """How Trunk reads a space, as plain data. Raises InputError if the encoder cannot.
+
+    encoder: its name; images: shapes by key of what passes convolutions; vectors: sizes by key of the rest, which is
+    put side by side; sequence: [length, channels] of the vector where it passes conv1d, or None.
+    """
     boxes = space.spaces if isinstance(space, spaces.Dict) else {"obs": space}
     images = {key: list(box.shape) for key, box in boxes.items() if box.dtype == np.uint8 and len(box.shape) == 3}
     smallest = min((min(shape[1:]) for shape in images.values()), default=0)
@@ -531,7 +538,7 @@ def agent_kwargs(envs: VecEnv, encoder: str) -> dict:
             critic_spec = observation_spec(critic_obs, None, "auto", envs.env_id)
     return {"obs_spec": observation_spec(obs, envs.unflattened_shape, encoder, envs.env_id),
             "critic_obs_spec": critic_spec, "value_size": envs.value_size, "action_sizes": sizes,
-            "joint": not isinstance(space, spaces.Discrete)}  # fmt: skip
+            "multi_discrete": not isinstance(space, spaces.Discrete)}  # fmt: skip
 
 
 def load_agent(path: str | Path, device: str | torch.device = "cpu") -> tuple[Agent, dict]:

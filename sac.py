@@ -129,7 +129,7 @@ class Args:
     activation: Literal["elu", "relu", "tanh", "silu", "gelu", "selu", "softplus"] = "relu"
     """nonlinearity after each hidden layer"""
     initializer: Literal["default", "orthogonal", "glorot", "variance_scaling"] = "default"
-    """initial weights of the hidden layers; all but default also start the policy mean near zero"""
+    """initial weights of the hidden layers; all but default also start the policy's output near zero"""
     d2rl: bool = False
     """concatenate the input to every hidden layer's input, https://arxiv.org/abs/2010.09163"""
     layer_norm: bool = False

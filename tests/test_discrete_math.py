@@ -49,7 +49,7 @@ def make_agent(args=SMALL, sizes=(5, 3), space=UNIT, critic_space=None, value_si
     torch.manual_seed(0)
     spec = observation_spec(space, sequence, args.encoder, "toy")
     critic_spec = critic_space and observation_spec(critic_space, None, args.encoder, "toy")
-    return Agent(args, spec, critic_spec, value_size, list(sizes), joint=len(sizes) > 1)
+    return Agent(args, spec, critic_spec, value_size, list(sizes), multi_discrete=len(sizes) > 1)
 
 
 def with_logits(sizes, *rows):
@@ -854,12 +854,12 @@ def test_agent_kwargs_of_an_environment():
     envs = GymnasiumVecEnv("CartPole-v1", 2, torch.device("cpu"), 0, {})
     kwargs = agent_kwargs(envs, "auto")
     envs.close()
-    assert kwargs["action_sizes"] == [2] and kwargs["joint"] is False and kwargs["critic_obs_spec"] is None
+    assert kwargs["action_sizes"] == [2] and kwargs["multi_discrete"] is False and kwargs["critic_obs_spec"] is None
     assert kwargs["obs_spec"] == {"encoder": "mlp", "images": {}, "vectors": {"obs": 4}, "sequence": None}
     for space, sizes in ((spaces.MultiDiscrete([3]), [3]), (spaces.MultiDiscrete([2, 5]), [2, 5])):
         envs.action_space = space
         kwargs = agent_kwargs(envs, "auto")
-        assert kwargs["action_sizes"] == sizes and kwargs["joint"] is True
+        assert kwargs["action_sizes"] == sizes and kwargs["multi_discrete"] is True
     envs.action_space = spaces.Box(-1, 1, (2,))
     with pytest.raises(InputError, match="ppo_continuous.py.*--action-bins"):
         agent_kwargs(envs, "auto")
