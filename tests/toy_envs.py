@@ -366,6 +366,38 @@ class ForgetfulMask(Choosy):
         return super().info() if self.t == 0 else {}
 
 
+class Forbidding(Toy):
+    """Some values of three unequal actions are allowed, at random; each action earns 1 for the largest allowed value.
+
+    Forbidden actions are counted over all copies, in `Forbidding.wrong`, and earn -9.
+    """
+
+    sizes, steps, wrong = (2, 3, 4), 0, 0
+    action_space = spaces.MultiDiscrete(sizes)
+    observation_space = spaces.Dict({"action_mask": spaces.MultiBinary(9), "x": spaces.Box(0, 1, (9,), np.float32)})
+
+    def observe(self):
+        pieces = []
+        for size in self.sizes:
+            piece = self.np_random.random(size) < 0.5
+            piece[self.np_random.integers(size)] = True
+            pieces.append(piece)
+        self.allowed = pieces
+        mask = np.concatenate(pieces)
+        return {"action_mask": mask, "x": mask.astype(np.float32)}
+
+    def reward(self, action):
+        Forbidding.steps += 1
+        if not all(piece[a] for piece, a in zip(self.before, action, strict=True)):
+            Forbidding.wrong += 1
+            return -9.0
+        return float(sum(a == np.flatnonzero(piece)[-1] for piece, a in zip(self.before, action, strict=True)))
+
+    def step(self, action):
+        self.before = self.allowed
+        return super().step(action)
+
+
 class Slow(Counter):
     def step(self, action):
         time.sleep(0.003)
