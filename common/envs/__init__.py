@@ -2,8 +2,10 @@
 
 import ast
 import difflib
+import importlib
 import sys
 from collections.abc import Iterable, Sequence
+from types import ModuleType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -14,7 +16,12 @@ from gymnasium.envs.registration import registry  # the name gymnasium is taken 
 from common.envs.base import VecEnv
 from common.errors import InputError
 
-BACKENDS = ("envpool", "gym")
+# prefix: the adapter, and what installs its packages. Every adapter but envpool's and Gymnasium's has a `task_ids()`.
+ADAPTERS = {
+    "envpool": ("common.envs.envpool:EnvpoolVecEnv", "requirements.txt"),
+    "gym": ("common.envs.gymnasium:GymnasiumVecEnv", "requirements.txt"),
+}
+BACKENDS = tuple(ADAPTERS)
 MINIGRID = ("MiniGrid-", "BabyAI-")  # Gymnasium knows these once their package is imported
 PLANNED = """
     warp brax playground mjlab isaaclab isaacgym maniskill genesis vmas smax jaxmarl pz magent smac smacv2 torch
@@ -34,10 +41,8 @@ def make(
     if num_envs < 1:
         raise InputError(f"num_envs {num_envs}: must be at least 1")
     backend, name = resolve(env_id)
-    if backend == "envpool":
-        from common.envs.envpool import EnvpoolVecEnv as adapter
-    else:
-        from common.envs.gymnasium import GymnasiumVecEnv as adapter
+    module, class_name = _adapter(backend)
+    adapter = getattr(module, class_name)
     envs = adapter(name, num_envs, torch.device(device), seed, dict(env_kwargs or {}))
     if action_bins:
         from common.envs.discretize import DiscretizedVecEnv
@@ -93,6 +98,9 @@ def resolve(env_id: str) -> tuple[str, str]:
         return "envpool", newest(rest, envpool_ids) or _unknown(env_id, rest, envpool_ids)
     if rest and prefix == "gym":
         return "gym", newest(rest, gym_ids) or _unknown(env_id, rest, gym_ids)
+    if rest and prefix in ADAPTERS:
+        ids = _adapter(prefix)[0].task_ids()
+        return prefix, newest(rest, ids) or _unknown(env_id, rest, ids)
     if rest and prefix in PLANNED:
         raise InputError(f"{env_id}: {prefix}/ is not available yet; there are {', '.join(f'{b}/' for b in BACKENDS)}")
     if name := newest(env_id, envpool_ids):
@@ -102,6 +110,15 @@ def resolve(env_id: str) -> tuple[str, str]:
         print(f"{reason}; using Gymnasium, which is slower", file=sys.stderr, flush=True)
         return "gym", name
     _unknown(env_id, env_id, [*envpool_ids, *gym_ids])
+
+
+def _adapter(backend: str) -> tuple[ModuleType, str]:
+    """A backend's module and the name of its class. Raises InputError with the pip command if a package is missing."""
+    (module, _, class_name), requirements = ADAPTERS[backend][0].partition(":"), ADAPTERS[backend][1]
+    try:
+        return importlib.import_module(module), class_name
+    except ImportError as error:
+        raise InputError(f"{backend}/ needs {error.name}: pip install -r {requirements}") from error
 
 
 def newest(name: str, ids: Iterable[str]) -> str | None:
