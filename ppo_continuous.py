@@ -37,7 +37,7 @@ KL, GRAD_NORM, NONFINITE = METRICS.index("approx_kl"), METRICS.index("grad_norm"
 ACTIVATIONS = {"elu": nn.ELU, "relu": nn.ReLU, "tanh": nn.Tanh, "silu": nn.SiLU, "gelu": nn.GELU, "selu": nn.SELU,
                "softplus": nn.Softplus}  # fmt: skip
 NETWORK_ARGS = ("hidden_sizes", "critic_hidden_sizes", "separate", "activation", "d2rl", "layer_norm", "fixed_sigma",
-                "norm_obs", "norm_value", "log_sigma_bounds")  # fmt: skip
+                "norm_obs", "norm_value", "log_sigma_bounds", "mask_obs")  # fmt: skip
 OBS_CLIP = 10.0  # standard deviations
 MAX_EVAL_LENGTH = 200_000  # steps of one episode, beyond which an evaluation gives up
 
@@ -49,6 +49,8 @@ class Args:
     """environment: a bare name (Ant is the newest Ant-vN), envpool/..., gym/... or gym/module:Name-v0"""
     env_kwargs: tuple[str, ...] = ()
     """options of the environment as name=value, for example use_contact_force=False"""
+    mask_obs: tuple[int, ...] = ()
+    """entries of a vector observation that are set to 0, for example 1 3: the velocities of CartPole"""
     seed: int = 1
     """base seed of weights, noise and environments; ranks and resumed runs derive their own from it"""
     device: str = "auto"
@@ -78,7 +80,7 @@ class Args:
     score_to_win: float = math.inf
     """stop when the mean return of the last games_to_track episodes reaches this"""
     games_to_track: int = 100
-    """episodes in the window whose mean return is logged and decides best.pt"""
+    """last episodes whose mean return is logged and decides best.pt, rounded up to the same number from each env"""
     save_best_after: int = 0
     """env transitions before best.pt is first written"""
     save_interval: int = 0
@@ -175,7 +177,8 @@ class Args:
         check_numbers(self, may_be_infinite="score_to_win reward_min reward_max")
         check_range(self, 1, math.inf, "num_envs num_steps num_minibatches update_epochs num_episodes games_to_track "
                                        "total_timesteps")  # fmt: skip
-        check_range(self, 0, math.inf, "seed torch_threads save_interval save_best_after eval_interval learning_rate "
+        check_range(self, 0, 2**63 - 1, "seed")
+        check_range(self, 0, math.inf, "torch_threads save_interval save_best_after eval_interval learning_rate "
                                        "critic_learning_rate min_lr vf_coef bounds_loss_coef weight_decay")  # fmt: skip
         check_range(self, 0, 1, "gamma gae_lambda")
         check_positive(self, "clip_coef max_grad_norm kl_threshold")
@@ -198,6 +201,8 @@ class Args:
             raise InputError(f"--reward-log needs a positive --reward-min, not {self.reward_min}")
         if self.play and not self.checkpoint:
             raise InputError("--play needs --checkpoint PATH, for example runs/NAME/last.pt")
+        if self.checkpoint and not self.play:
+            raise InputError(f"--checkpoint {self.checkpoint} is what --play evaluates; to continue a run use --resume")
 
 
 class MLP(nn.Module):
@@ -251,7 +256,7 @@ class Agent(nn.Module):
                  action_low: list[float], action_high: list[float]):  # fmt: skip
         super().__init__()
         low, high = torch.tensor(action_low), torch.tensor(action_high)
-        bounded = low.isfinite() & high.isfinite()
+        bounded = (high - low).isfinite()
         self.register_buffer("action_low", low)
         self.register_buffer("action_high", high)
         self.register_buffer("action_bounded", bounded.float())
@@ -408,7 +413,7 @@ def load_agent(path: str | Path, device: str | torch.device = "cpu") -> tuple[Ag
     """The trained Agent and everything else in a checkpoint. Raises InputError if this script did not write it."""
     state = checkpoint.load_for(SCRIPT, path, device)
     agent = Agent(checkpoint.saved_args(path, state, Args), **state["agent_kwargs"]).to(device)
-    agent.load_state_dict(state["agent"])
+    checkpoint.load_weights(path, state, agent)
     return agent, state
 
 
@@ -448,7 +453,7 @@ def make_optimizer(agent: Agent, args: Args, state: dict | None) -> torch.optim.
         old_lrs = learning_rates(checkpoint.saved_args(args.resume, state, Args))
         for group, lr, old_lr in zip(optimizer.param_groups, learning_rates(args), old_lrs, strict=True):
             group |= {"weight_decay": args.weight_decay, "capturable": adam["capturable"], "lr": group["lr"].to(device)}
-            if lr != old_lr:
+            if lr != old_lr or args.lr_schedule != "adaptive":  # that one alone goes on from rates of its own
                 group["lr"].fill_(lr)
     return optimizer
 
@@ -486,7 +491,8 @@ def play(args: Args) -> dict[str, float]:
     agent, state = load_agent(args.checkpoint, device)
     TorchThreads(args.torch_threads, device)
     torch.manual_seed(args.seed)
-    envs = vecenvs.make_for_episodes(args.env_id, args.num_envs, args.num_episodes, device, args.seed, args.env_kwargs)
+    envs = vecenvs.make_for_episodes(args.env_id, args.num_envs, args.num_episodes, device, args.seed, args.env_kwargs,
+                                      mask_obs=args.mask_obs)  # fmt: skip
     checkpoint.check_compatible(args.checkpoint, state, args, envs.env_id, agent_kwargs(envs), NETWORK_ARGS)
     result = evaluate(agent, envs, args.num_episodes, args.deterministic)
     envs.close()
@@ -513,17 +519,17 @@ def main(args: Args) -> dict[str, float]:
     random.seed(args.seed + rank), np.random.seed((args.seed + rank) % 2**32), torch.manual_seed(args.seed)
     threads = TorchThreads(args.torch_threads, device)
     env_seed, env_kwargs = vecenvs.derive_seed(args.seed, rank, global_step), vecenvs.parse_env_kwargs(args.env_kwargs)
-    envs = vecenvs.make(args.env_id, N, device, env_seed, env_kwargs)
+    envs = vecenvs.make(args.env_id, N, device, env_seed, env_kwargs, mask_obs=args.mask_obs)
     kwargs = agent_kwargs(envs)
     agent = Agent(args, **kwargs).to(device)
     distributed.broadcast(agent)
     # Only now: weights are equal on all ranks, noise is not. With global_step a resumed run does not repeat its start.
     torch.manual_seed(vecenvs.derive_seed(args.seed, rank, global_step + 1))
 
-    episodes, next_obs, next_critic_obs = EpisodeStats(N, args.games_to_track), None, None
+    episodes, next_obs, next_critic_obs = EpisodeStats(N, args.games_to_track, world_size), None, None
     if state:
         checkpoint.check_compatible(resume, state, args, envs.env_id, kwargs, NETWORK_ARGS)
-        agent.load_state_dict(state["agent"])
+        checkpoint.load_weights(resume, state, agent)
         next_obs, next_critic_obs = checkpoint.restore_rank(state["ranks"], rank, world_size, envs, episodes)
     optimizer = make_optimizer(agent, args, state)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -39,7 +39,7 @@ KL, GRAD_NORM, NONFINITE = METRICS.index("approx_kl"), METRICS.index("grad_norm"
 ACTIVATIONS = {"elu": nn.ELU, "relu": nn.ReLU, "tanh": nn.Tanh, "silu": nn.SiLU, "gelu": nn.GELU, "selu": nn.SELU,
                "softplus": nn.Softplus}  # fmt: skip
 NETWORK_ARGS = ("encoder", "impala_depths", "hidden_sizes", "critic_hidden_sizes", "separate", "activation", "d2rl",
-                "layer_norm", "norm_obs", "norm_value", "action_bins")  # fmt: skip
+                "layer_norm", "norm_obs", "norm_value", "action_bins", "mask_obs")  # fmt: skip
 OBS_CLIP = 10.0  # standard deviations
 MAX_EVAL_LENGTH = 200_000  # steps of one episode, beyond which an evaluation gives up
 FORBIDDEN = -1e30  # logit of an action that is not allowed: its probability is exactly 0, and 0 * FORBIDDEN is finite
@@ -52,6 +52,8 @@ class Args:
     """environment: a bare name (Ant is the newest Ant-vN), envpool/..., gym/... or gym/module:Name-v0"""
     env_kwargs: tuple[str, ...] = ()
     """options of the environment as name=value, for example use_contact_force=False"""
+    mask_obs: tuple[int, ...] = ()
+    """entries of a vector observation that are set to 0, for example 1 3: the velocities of CartPole"""
     action_bins: int = 0
     """choices for each dimension of a Box action space, evenly spaced between its bounds; 0: Box is refused"""
     seed: int = 1
@@ -83,7 +85,7 @@ class Args:
     score_to_win: float = math.inf
     """stop when the mean return of the last games_to_track episodes reaches this"""
     games_to_track: int = 100
-    """episodes in the window whose mean return is logged and decides best.pt"""
+    """last episodes whose mean return is logged and decides best.pt, rounded up to the same number from each env"""
     save_best_after: int = 0
     """env transitions before best.pt is first written"""
     save_interval: int = 0
@@ -178,7 +180,8 @@ class Args:
         check_numbers(self, may_be_infinite="score_to_win reward_min reward_max")
         check_range(self, 1, math.inf, "num_envs num_steps num_minibatches update_epochs num_episodes games_to_track "
                                        "total_timesteps")  # fmt: skip
-        check_range(self, 0, math.inf, "seed torch_threads save_interval save_best_after eval_interval learning_rate "
+        check_range(self, 0, 2**63 - 1, "seed")
+        check_range(self, 0, math.inf, "torch_threads save_interval save_best_after eval_interval learning_rate "
                                        "critic_learning_rate min_lr vf_coef weight_decay action_bins")  # fmt: skip
         check_range(self, 0, 1, "gamma gae_lambda")
         check_positive(self, "clip_coef max_grad_norm kl_threshold")
@@ -201,6 +204,8 @@ class Args:
             raise InputError(f"--reward-log needs a positive --reward-min, not {self.reward_min}")
         if self.play and not self.checkpoint:
             raise InputError("--play needs --checkpoint PATH, for example runs/NAME/last.pt")
+        if self.checkpoint and not self.play:
+            raise InputError(f"--checkpoint {self.checkpoint} is what --play evaluates; to continue a run use --resume")
 
 
 class MLP(nn.Module):
@@ -265,32 +270,41 @@ def image_encoder(name: str, channels: int, args: Args) -> nn.Sequential:
     return nn.Sequential(*layers, activation(), nn.Flatten())
 
 
-class Trunk(nn.Module):
-    """Images and one vector to features [M, ..]: convolutions where asked for, then hidden layers over all of it."""
+class Encoder(nn.Module):
+    """Images and one vector to features [M, out_features]: convolutions where the spec asks for them, else as it is."""
 
-    def __init__(self, spec: dict, sizes: tuple[int, ...], args: Args):
+    def __init__(self, spec: dict, args: Args):
         super().__init__()
-        self.bfloat16, self.sequence = args.bfloat16, spec["sequence"]
-        shapes, width = spec["images"].values(), sum(spec["vectors"].values())
+        shapes, self.sequence = spec["images"].values(), spec["sequence"]
         self.convs = nn.ModuleList(image_encoder(spec["encoder"], shape[0], args) for shape in shapes)
+        self.out_features = sum(spec["vectors"].values())
         for conv, shape in zip(self.convs, shapes, strict=True):
-            width += conv(torch.zeros(1, *shape)).shape[1]
+            self.out_features += conv(torch.zeros(1, *shape)).shape[1]
         if self.sequence:
             length, channels = self.sequence
             convs = [initialize(nn.Conv1d(n, 64, 3, padding=1), args.initializer) for n in (channels, 64)]
             activation = ACTIVATIONS[args.activation]
             self.conv1d = nn.Sequential(convs[0], activation(), convs[1], activation(), nn.Flatten())
-            width = 64 * length
-        self.mlp = MLP(width, sizes, args)
+            self.out_features = 64 * length
+
+    def forward(self, images: list[Tensor], vector: Tensor) -> Tensor:
+        if self.sequence:
+            vector = self.conv1d(vector.view(-1, *self.sequence).transpose(1, 2))
+        return torch.cat([*(conv(image) for conv, image in zip(self.convs, images, strict=True)), vector], -1)
+
+
+class Trunk(nn.Module):
+    """Images and one vector to features [M, out_features]: an encoder, then hidden layers over all of it."""
+
+    def __init__(self, spec: dict, sizes: tuple[int, ...], args: Args):
+        super().__init__()
+        self.bfloat16, self.encoder = args.bfloat16, Encoder(spec, args)
+        self.mlp = MLP(self.encoder.out_features, sizes, args)
         self.out_features = self.mlp.out_features
 
     def forward(self, images: list[Tensor], vector: Tensor) -> Tensor:
         with torch.autocast(vector.device.type, torch.bfloat16, enabled=self.bfloat16):
-            if self.sequence:
-                vector = self.conv1d(vector.view(-1, *self.sequence).transpose(1, 2))
-            maps = [conv(image) for conv, image in zip(self.convs, images, strict=True)]
-            features = self.mlp(torch.cat([*maps, vector], -1))
-        return features.float()
+            return self.mlp(self.encoder(images, vector)).float()
 
 
 class Agent(nn.Module):
@@ -311,7 +325,6 @@ class Agent(nn.Module):
         column = torch.arange(max(action_sizes)).expand(len(action_sizes), -1)
         sizes = torch.tensor(action_sizes)[:, None]
         self.register_buffer("is_action", column < sizes, persistent=False)  # [D, P], False: padding
-        self.register_buffer("is_first", column == 0, persistent=False)
         starts = sizes.cumsum(0) - sizes  # of each sub-action in a mask [K]
         # [D, P]: where an entry of the table stands in a mask [K]
         self.register_buffer("mask_index", (starts + column).clamp(max=sum(action_sizes) - 1), persistent=False)
@@ -329,7 +342,7 @@ class Agent(nn.Module):
     def encode(self, obs: Observation, spec: dict, rms: RunningMeanStd) -> tuple[list[Tensor], Tensor]:
         """Raw observations to a trunk's input: images in [0, 1] and one vector, normalised."""
         obs = parts(obs)
-        images = [pixels(obs[key], self.pixel_dtype) for key in spec["images"]]
+        images = [pixels(obs[key], spec["highs"][key], self.pixel_dtype) for key in spec["images"]]
         vector = vectors(obs, spec)
         return images, rms(vector).clamp(-OBS_CLIP, OBS_CLIP) if self.norm_obs else vector
 
@@ -346,7 +359,7 @@ class Agent(nn.Module):
 
     def log_probabilities(self, features: Tensor, action_mask: Tensor) -> Tensor:
         allowed = self.allowed(action_mask)
-        allowed = allowed | (~allowed.any(-1, keepdim=True) & self.is_first)  # action 0 where nothing is allowed
+        allowed[..., 0] |= ~allowed.any(-1)  # action 0 where nothing is allowed
         logits = self.policy_head(features).float().view(-1, *self.is_action.shape)
         return torch.where(allowed, logits, FORBIDDEN).log_softmax(-1)
 
@@ -405,11 +418,11 @@ def tree_map(fn: Callable[[Tensor], Tensor], x: dict | Tensor) -> Any:
     return {key: tree_map(fn, value) for key, value in x.items()} if isinstance(x, dict) else fn(x)
 
 
-def pixels(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """uint8 images [M, C, H, W] in [0, 1]; everything else as it is."""
-    if x.dtype != torch.uint8:
+def pixels(x: Tensor, high: int | None, dtype: torch.dtype) -> Tensor:
+    """Images [M, C, H, W] with numbers up to high, scaled to [0, 1]; everything else (high is None) as it is."""
+    if high is None:
         return x
-    x = x.to(dtype) / 255
+    x = x.to(dtype) / high
     return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
 
 
@@ -418,7 +431,8 @@ def vectors(obs: dict[str, Tensor], spec: dict) -> Tensor:
     if not spec["vectors"]:
         first = next(iter(obs.values()))
         return torch.zeros(len(first), 0, device=first.device)
-    return torch.cat([pixels(obs[key], torch.float32).flatten(1) for key in spec["vectors"]], 1)
+    highs = spec["highs"]
+    return torch.cat([pixels(obs[key], highs.get(key), torch.float32).flatten(1) for key in spec["vectors"]], 1)
 
 
 def sample(logprobs: Tensor, noise: Tensor) -> Tensor:
@@ -503,7 +517,8 @@ def observation_spec(space: spaces.Space, sequence: tuple[int, ...] | None, enco
     """How Trunk reads a space, as plain data. Raises InputError if the encoder cannot.
 
     encoder: its name; images: shapes by key of what passes convolutions; vectors: sizes by key of the rest, which is
-    put side by side; sequence: [length, channels] of the vector where it passes conv1d, or None.
+    put side by side; highs: upper bounds of images by key; sequence: [length, channels] of the vector where it passes
+    conv1d, or None.
     """
     boxes = space.spaces if isinstance(space, spaces.Dict) else {"obs": space}
     images = {key: list(box.shape) for key, box in boxes.items() if box.dtype == np.uint8 and len(box.shape) == 3}
@@ -520,7 +535,8 @@ def observation_spec(space: spaces.Space, sequence: tuple[int, ...] | None, enco
     flat = {key: int(np.prod(box.shape)) for key, box in boxes.items() if encoder == "mlp" or key not in images}
     if encoder == "conv1d":
         sequence = list(sequence) if sequence is not None and len(sequence) == 2 else [flat["obs"], 1]
-    return {"encoder": encoder, "images": {} if encoder == "mlp" else images, "vectors": flat,
+    highs = {key: max(1, int(boxes[key].high.max())) for key in images}
+    return {"encoder": encoder, "images": {} if encoder == "mlp" else images, "vectors": flat, "highs": highs,
             "sequence": sequence if encoder == "conv1d" else None}  # fmt: skip
 
 
@@ -541,11 +557,14 @@ def agent_kwargs(envs: VecEnv, encoder: str) -> dict:
             "multi_discrete": not isinstance(space, spaces.Discrete)}  # fmt: skip
 
 
-def load_agent(path: str | Path, device: str | torch.device = "cpu") -> tuple[Agent, dict]:
-    """The trained Agent and everything else in a checkpoint. Raises InputError if this script did not write it."""
+def load_agent(path: str | Path, device: str | torch.device = "cpu", **changes: Any) -> tuple[Agent, dict]:
+    """The trained Agent, with changes of its Args, and everything else in a checkpoint.
+
+    Raises InputError if this script did not write it.
+    """
     state = checkpoint.load_for(SCRIPT, path, device)
-    agent = Agent(checkpoint.saved_args(path, state, Args), **state["agent_kwargs"]).to(device)
-    agent.load_state_dict(state["agent"])
+    agent = Agent(checkpoint.saved_args(path, state, Args, **changes), **state["agent_kwargs"]).to(device)
+    checkpoint.load_weights(path, state, agent)
     return agent, state
 
 
@@ -585,7 +604,7 @@ def make_optimizer(agent: Agent, args: Args, state: dict | None) -> torch.optim.
         old_lrs = learning_rates(checkpoint.saved_args(args.resume, state, Args))
         for group, lr, old_lr in zip(optimizer.param_groups, learning_rates(args), old_lrs, strict=True):
             group |= {"weight_decay": args.weight_decay, "capturable": adam["capturable"], "lr": group["lr"].to(device)}
-            if lr != old_lr:
+            if lr != old_lr or args.lr_schedule != "adaptive":  # that one alone goes on from rates of its own
                 group["lr"].fill_(lr)
     return optimizer
 
@@ -627,11 +646,11 @@ def evaluate(agent: Agent, envs: VecEnv, num_episodes: int, deterministic: bool)
 def play(args: Args) -> dict[str, float]:
     """Evaluate args.checkpoint and print one JSON line on stdout."""
     rank, _, device = distributed.init(args.device)
-    agent, state = load_agent(args.checkpoint, device)
+    agent, state = load_agent(args.checkpoint, device, bfloat16=args.bfloat16)
     TorchThreads(args.torch_threads, device)
     torch.manual_seed(args.seed)
     envs = vecenvs.make_for_episodes(args.env_id, args.num_envs, args.num_episodes, device, args.seed, args.env_kwargs,
-                                      args.action_bins)  # fmt: skip
+                                      args.action_bins, args.mask_obs)  # fmt: skip
     kwargs = agent_kwargs(envs, args.encoder)
     checkpoint.check_compatible(args.checkpoint, state, args, envs.env_id, kwargs, NETWORK_ARGS)
     result = evaluate(agent, envs, args.num_episodes, args.deterministic)
@@ -659,17 +678,17 @@ def main(args: Args) -> dict[str, float]:
     random.seed(args.seed + rank), np.random.seed((args.seed + rank) % 2**32), torch.manual_seed(args.seed)
     threads = TorchThreads(args.torch_threads, device)
     env_seed, env_kwargs = vecenvs.derive_seed(args.seed, rank, global_step), vecenvs.parse_env_kwargs(args.env_kwargs)
-    envs = vecenvs.make(args.env_id, N, device, env_seed, env_kwargs, args.action_bins)
+    envs = vecenvs.make(args.env_id, N, device, env_seed, env_kwargs, args.action_bins, args.mask_obs)
     kwargs = agent_kwargs(envs, args.encoder)
     agent = Agent(args, **kwargs).to(device)
     distributed.broadcast(agent)
     # Only now: weights are equal on all ranks, noise is not. With global_step a resumed run does not repeat its start.
     torch.manual_seed(vecenvs.derive_seed(args.seed, rank, global_step + 1))
 
-    episodes, next_obs, next_critic_obs = EpisodeStats(N, args.games_to_track), None, None
+    episodes, next_obs, next_critic_obs = EpisodeStats(N, args.games_to_track, world_size), None, None
     if state:
         checkpoint.check_compatible(resume, state, args, envs.env_id, kwargs, NETWORK_ARGS)
-        agent.load_state_dict(state["agent"])
+        checkpoint.load_weights(resume, state, agent)
         next_obs, next_critic_obs = checkpoint.restore_rank(state["ranks"], rank, world_size, envs, episodes)
     optimizer = make_optimizer(agent, args, state)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -825,7 +844,7 @@ def main(args: Args) -> dict[str, float]:
             log["charts/rows_without_choice"] = stuck.item()
             if train:
                 log |= zip(metric_names, (metrics_sum / num_updates).tolist(), strict=True)
-                log["losses/explained_variance"] = explained_variance(values, returns)
+                log["losses/explained_variance"] = explained_variance(values, returns, weights[..., None])
             run.end_iteration(iteration, global_step, log, evaluate_agent, contents)
             if run.stop_reason:
                 break

@@ -48,7 +48,7 @@ GRAD_NORM, NONFINITE, ACTOR = METRICS.index("grad_norm"), METRICS.index("nonfini
 ACTIVATIONS = {"elu": nn.ELU, "relu": nn.ReLU, "tanh": nn.Tanh, "silu": nn.SiLU, "gelu": nn.GELU, "selu": nn.SELU,
                "softplus": nn.Softplus}  # fmt: skip
 NETWORK_ARGS = ("hidden_sizes", "critic_hidden_sizes", "activation", "d2rl", "layer_norm", "q_layer_norm", "critic",
-                "num_atoms", "v_min", "v_max", "norm_obs", "log_sigma_bounds")  # fmt: skip
+                "num_atoms", "v_min", "v_max", "norm_obs", "log_sigma_bounds", "mask_obs")  # fmt: skip
 OBS_CLIP = 10.0  # standard deviations
 MAX_EVAL_LENGTH = 200_000  # steps of one episode, beyond which an evaluation gives up
 
@@ -60,6 +60,8 @@ class Args:
     """environment: a bare name (Ant is the newest Ant-vN), envpool/..., gym/... or gym/module:Name-v0"""
     env_kwargs: tuple[str, ...] = ()
     """options of the environment as name=value, for example use_contact_force=False"""
+    mask_obs: tuple[int, ...] = ()
+    """entries of a vector observation that are set to 0, for example 1 3: the velocities of CartPole"""
     seed: int = 1
     """base seed of weights, noise and environments; ranks and resumed runs derive their own from it"""
     device: str = "auto"
@@ -89,7 +91,7 @@ class Args:
     score_to_win: float = math.inf
     """stop when the mean return of the last games_to_track episodes reaches this"""
     games_to_track: int = 20
-    """episodes in the window whose mean return is logged and decides best.pt"""
+    """last episodes whose mean return is logged and decides best.pt, rounded up to the same number from each env"""
     save_best_after: int = 0
     """env transitions before best.pt is first written"""
     save_interval: int = 0
@@ -179,7 +181,8 @@ class Args:
         check_range(self, 1, math.inf, "num_envs num_episodes games_to_track total_timesteps log_interval n_step "
                                        "buffer_size batch_size policy_frequency")  # fmt: skip
         check_range(self, 2, math.inf, "num_atoms")
-        check_range(self, 0, math.inf, "seed torch_threads save_interval save_best_after eval_interval learning_starts "
+        check_range(self, 0, 2**63 - 1, "seed")
+        check_range(self, 0, math.inf, "torch_threads save_interval save_best_after eval_interval learning_starts "
                                        "policy_lr q_lr alpha_lr")  # fmt: skip
         check_range(self, 0, 1, "gamma tau")
         check_positive(self, "utd_ratio alpha max_grad_norm")
@@ -198,6 +201,8 @@ class Args:
             raise InputError(f"--reward-log needs a positive --reward-min, not {self.reward_min}")
         if self.play and not self.checkpoint:
             raise InputError("--play needs --checkpoint PATH, for example runs/NAME/last.pt")
+        if self.checkpoint and not self.play:
+            raise InputError(f"--checkpoint {self.checkpoint} is what --play evaluates; to continue a run use --resume")
 
 
 class MLP(nn.Module):
@@ -370,10 +375,6 @@ class Replay:
         return {"obs": self.rows["obs"][inds], "actions": self.rows["actions"][inds], "returns": returns,
                 "discounts": discounts, "next_obs": next_obs}  # fmt: skip
 
-    def cut(self) -> None:
-        """What is added next does not follow the newest step: the envs were reset."""
-        self.last_dones = torch.ones_like(self.last_dones)
-
     def state_dict(self) -> dict:
         filled = {name: x[: self.stored].cpu().clone() for name, x in self.data.items()}
         return {"steps": self.steps, "data": filled, "stored": self.stored, "last_dones": self.last_dones.cpu()}
@@ -384,8 +385,8 @@ class Replay:
         old = {"ranks": len(ranks), "num_envs": len(state["last_dones"]), "steps": state["steps"]}
         new = {"ranks": world_size, "num_envs": self.num_envs, "steps": self.steps}
         if new != old:
-            raise InputError(f"the saved replay is of {old}, not of {new}: keep --num-envs and --buffer-size as they "
-                             "were, or leave it with --no-save-replay")  # fmt: skip
+            raise InputError(f"the saved replay is of {old}, not of {new}: keep --num-envs, --buffer-size and the "
+                             "number of ranks as they were, or leave it with --no-save-replay")  # fmt: skip
         for name, x in state["data"].items():
             self.data[name][: len(x)] = x
         self.stored, self.last_dones = state["stored"], state["last_dones"].to(self.last_dones.device)
@@ -480,7 +481,7 @@ def sac_loss(agent: Agent, args: Args, obs: Tensor, actions: Tensor, returns: Te
         else:
             qf_losses = ((outputs.squeeze(-1) - target) ** 2).mean(1)
         losses[0] = qf_losses.sum()
-        metrics[:ACTOR - 2] = [*qf_losses, *agent.values(outputs).mean(1)]
+        metrics[: ACTOR - 2] = [*qf_losses, *agent.values(outputs).mean(1)]
     if actor:
         new_actions, logprob = agent.sample(x, noise[1])
         values = agent.values(agent.critic(torch.cat([x, new_actions], -1)))
@@ -497,21 +498,21 @@ def agent_kwargs(envs: VecEnv) -> dict:
     space, obs = envs.action_space, envs.observation_space
     if not isinstance(space, spaces.Box):
         raise InputError(f"{envs.env_id} has {type(space).__name__} actions, not Box: use ppo_discrete.py")
-    if not (np.isfinite(space.low) & np.isfinite(space.high)).all():
+    low, high = torch.from_numpy(space.low), torch.from_numpy(space.high)
+    if not (high - low).isfinite().all():
         raise InputError(f"{envs.env_id} has actions without bounds, not in a box: use ppo_continuous.py")
     if not isinstance(obs, spaces.Box) or len(obs.shape) != 1:
         raise InputError(f"{envs.env_id} has observations of shape {obs.shape}, not vectors: use ppo_discrete.py")
     if envs.critic_observation_space is not obs:
         raise InputError(f"{envs.env_id} has observations for the critic alone: use ppo_continuous.py")
-    return {"obs_dim": obs.shape[0], "action_low": space.low.flatten().tolist(),
-            "action_high": space.high.flatten().tolist()}  # fmt: skip
+    return {"obs_dim": obs.shape[0], "action_low": low.flatten().tolist(), "action_high": high.flatten().tolist()}
 
 
 def load_agent(path: str | Path, device: str | torch.device = "cpu") -> tuple[Agent, dict]:
     """The trained Agent and everything else in a checkpoint. Raises InputError if this script did not write it."""
     state = checkpoint.load_for(SCRIPT, path, device)
     agent = Agent(checkpoint.saved_args(path, state, Args), **state["agent_kwargs"]).to(device)
-    agent.load_state_dict(state["agent"])
+    checkpoint.load_weights(path, state, agent)
     return agent, state
 
 
@@ -563,7 +564,8 @@ def play(args: Args) -> dict[str, float]:
     agent, state = load_agent(args.checkpoint, device)
     TorchThreads(args.torch_threads, device)
     torch.manual_seed(args.seed)
-    envs = vecenvs.make_for_episodes(args.env_id, args.num_envs, args.num_episodes, device, args.seed, args.env_kwargs)
+    envs = vecenvs.make_for_episodes(args.env_id, args.num_envs, args.num_episodes, device, args.seed, args.env_kwargs,
+                                      mask_obs=args.mask_obs)  # fmt: skip
     checkpoint.check_compatible(args.checkpoint, state, args, envs.env_id, agent_kwargs(envs), NETWORK_ARGS)
     result = evaluate(agent, envs, args.num_episodes, args.deterministic)
     envs.close()
@@ -576,16 +578,17 @@ def play(args: Args) -> dict[str, float]:
 def plan_iterations(args: Args, world_size: int, global_step: int, first_update: int) -> tuple[int, int]:
     """Env steps of an iteration (T), and the number of the last one, those before global_step counted too.
 
-    Raises InputError if nothing would be learned in them.
+    Raises InputError if a fresh run would learn nothing in them.
     """
     vector_step = args.num_envs * world_size
     T = max(1, min(args.log_interval, args.total_timesteps) // vector_step)
     more = (args.total_timesteps - global_step) // (T * vector_step)
-    gradient_steps = args.utd_ratio * (global_step + more * T * vector_step - first_update)
-    if args.total_timesteps > global_step and gradient_steps < 1:
-        raise InputError(f"--total-timesteps {args.total_timesteps}: nothing would be learned; an iteration has "
-                         f"{T * vector_step} transitions, and gradient steps begin after {first_update} "
-                         f"(--learning-starts {args.learning_starts})")  # fmt: skip
+    needed = first_update + math.ceil(1 / Fraction(str(args.utd_ratio)))
+    if not global_step and more * T * vector_step < needed:
+        iteration = vector_step * max(1, args.log_interval // vector_step)
+        raise InputError(f"--total-timesteps {args.total_timesteps}: nothing would be learned; the first gradient step "
+                         f"is after {needed} transitions (--learning-starts {args.learning_starts}, --utd-ratio "
+                         f"{args.utd_ratio}); give at least {math.ceil(needed / iteration) * iteration}")  # fmt: skip
     return T, global_step // (T * vector_step) + more
 
 
@@ -609,17 +612,17 @@ def main(args: Args) -> dict[str, float]:
     random.seed(args.seed + rank), np.random.seed((args.seed + rank) % 2**32), torch.manual_seed(args.seed)
     threads = TorchThreads(args.torch_threads, device, recheck=2000)
     env_seed, env_kwargs = vecenvs.derive_seed(args.seed, rank, global_step), vecenvs.parse_env_kwargs(args.env_kwargs)
-    envs = vecenvs.make(args.env_id, N, device, env_seed, env_kwargs)
+    envs = vecenvs.make(args.env_id, N, device, env_seed, env_kwargs, mask_obs=args.mask_obs)
     kwargs = agent_kwargs(envs)
     agent = Agent(args, **kwargs).to(device)
     distributed.broadcast(agent)
     # Only now: weights are equal on all ranks, noise is not. With global_step a resumed run does not repeat its start.
     torch.manual_seed(vecenvs.derive_seed(args.seed, rank, global_step + 1))
 
-    episodes, next_obs = EpisodeStats(N, args.games_to_track), None
+    episodes, next_obs = EpisodeStats(N, args.games_to_track, world_size), None
     if state:
         checkpoint.check_compatible(resume, state, args, envs.env_id, kwargs, NETWORK_ARGS)
-        agent.load_state_dict(state["agent"])
+        checkpoint.load_weights(resume, state, agent)
         if not args.autotune:
             agent.log_alpha.data.fill_(math.log(args.alpha))
         next_obs, _ = checkpoint.restore_rank(state["ranks"], rank, world_size, envs, episodes)
@@ -683,7 +686,7 @@ def main(args: Args) -> dict[str, float]:
     # ---- train ----
     if next_obs is None:
         next_obs, _ = envs.reset()
-        replay.cut()
+        replay.last_dones.fill_(True)  # what is added next does not follow the newest step
     owed, utd_ratio = Fraction(owed), Fraction(str(args.utd_ratio))  # gradient steps: exact, however long the run
     with Run(SCRIPT, args, envs, episodes, resume, state, num_iterations, rank) as run:
         for iteration in range(global_step // (T * N * world_size) + 1, num_iterations + 1):
@@ -708,7 +711,7 @@ def main(args: Args) -> dict[str, float]:
                 # After a termination this is of the next episode, but nobody asks for the value of that.
                 last_obs = torch.where(step.truncations[:, None], obs, step.obs)
                 replay.add(dones, obs=obs, actions=actions, rewards=rewards, terminations=step.terminations,
-                           next_obs=last_obs if step.final_obs is None else step.final_obs)
+                           next_obs=last_obs if step.final_obs is None else step.final_obs)  # fmt: skip
                 rollout.append((obs, rewards, dones))
                 next_obs = step.obs
                 global_step += N * world_size
@@ -725,11 +728,9 @@ def main(args: Args) -> dict[str, float]:
             bad_steps = metrics_sum[NONFINITE].item()
             check_finite([(observations, next_obs)], finals, rewards[..., None], bad_steps, iteration, run.dir)
             episodes.update(rewards, dones)
-            log = episodes.metrics()
-            if gradient_steps:
-                counts = [gradient_steps] * ACTOR + [max(1, actor_steps)] * (len(METRICS) - ACTOR)
-                means = [x / count for x, count in zip(metrics_sum.tolist(), counts, strict=True)]
-                log |= {f"losses/{name}": mean for name, mean in zip(METRICS, means, strict=True)}
+            counts = [gradient_steps] * ACTOR + [actor_steps] * (len(METRICS) - ACTOR)
+            sums = zip(METRICS, metrics_sum.tolist(), counts, strict=True)
+            log = episodes.metrics() | {f"losses/{name}": x / count for name, x, count in sums if count}
             run.end_iteration(iteration, global_step, log, evaluate_agent, contents)
             if run.stop_reason:
                 break

@@ -15,6 +15,7 @@ import numpy as np
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib.ticker import EngFormatter  # noqa: E402
 
 
 def curve(folder: str) -> tuple[np.ndarray, np.ndarray]:
@@ -45,7 +46,9 @@ def main() -> None:
         ax.fill_between(grid, returns.min(0), returns.max(0), alpha=0.25)
         if score:
             ax.axhline(float(score), linestyle="--", color="gray", linewidth=1)
-        ax.set(title=f"{label} ({len(curves)} seeds)", xlabel="env transitions", ylabel="training return")
+        seeds = f"{len(curves)} seed{'s' * (len(curves) > 1)}"
+        ax.set(title=f"{label} ({seeds})", xlabel="env transitions", ylabel="training return")
+        ax.xaxis.set_major_formatter(EngFormatter(sep=""))
     for ax in axes.flat[len(args.groups) :]:
         ax.set_axis_off()
     figure.tight_layout()

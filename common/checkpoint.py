@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from common import distributed
 from common.envs.base import VecEnv
@@ -46,15 +47,12 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> dict[str, Any]
     """
     try:
         state = torch.load(path, map_location=device, weights_only=True)
-    except FileNotFoundError:
-        raise InputError(f"checkpoint {path}: no such file") from None
+    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+        raise InputError(f"checkpoint {path}: {error.strerror.lower()}") from None
     except pickle.UnpicklingError:
-        raise InputError(
-            f"checkpoint {path}: holds pickled code or is damaged; only plain tensors and data are loaded"
-        ) from None
-    except Exception as error:  # whatever bytes that are no checkpoint make torch raise
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(f"checkpoint {path}: truncated or not a checkpoint ({reason})") from None
+        raise InputError(f"checkpoint {path}: holds pickled code or is damaged; only plain data is loaded") from None
+    except Exception:  # whatever bytes that are no checkpoint make torch raise
+        raise InputError(f"checkpoint {path}: truncated or not a checkpoint") from None
     if not isinstance(state, dict) or "script" not in state:
         raise InputError(f"checkpoint {path}: not written by one of these scripts (no 'script' entry)")
     return state
@@ -62,15 +60,10 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> dict[str, Any]
 
 def saved_args(path: str | Path, state: dict[str, Any], args_type: type, **changes: Any) -> Any:
     """The Args of a checkpoint, with changes. Raises InputError if it has fields that args_type does not know."""
-    if "args" not in state:
-        raise InputError(f"checkpoint {path} is incomplete: it has no args")
     saved = state["args"]
-    unknown = saved.keys() - {field.name for field in dataclasses.fields(args_type)}
-    if unknown:
-        raise InputError(
-            f"checkpoint {path}, written by {state.get('script')}.py, is of another script or version: "
-            f"no argument {', '.join(sorted(unknown))}"
-        )
+    if unknown := sorted(saved.keys() - {field.name for field in dataclasses.fields(args_type)}):
+        where = f"another version of {state['script']}.py"
+        raise InputError(f"checkpoint {path} has the arguments of {where}: there is no {', '.join(unknown)}")
     return args_type(**saved | changes)
 
 
@@ -78,31 +71,31 @@ def load_for(script: str, path: str | Path, device: torch.device | str = "cpu") 
     """load() of a checkpoint that `script` wrote. Raises InputError if another one did."""
     state = load(path, device)
     if state["script"] != script:
-        raise InputError(f"checkpoint {path} was written by {state['script']}.py, not by {script}.py")
+        writer = f"{state['script']}.py"
+        raise InputError(f"checkpoint {path} was written by {writer}, not by {script}.py; use {writer}")
     if missing := CONTENTS - state.keys():
         raise InputError(f"checkpoint {path} is incomplete: it has no {', '.join(sorted(missing))}")
     return state
 
 
-def check_compatible(
-    path: str | Path,
-    state: dict[str, Any],
-    args: Any,
-    env_id: str,
-    agent_kwargs: dict[str, Any],
-    network_args: tuple[str, ...],
-) -> None:
+def load_weights(path: str | Path, state: dict[str, Any], agent: nn.Module) -> None:
+    """Copy the checkpoint's tensors into agent. Raises InputError if their names or shapes differ."""
+    saved, own = ({name: x.shape for name, x in tensors.items()} for tensors in (state["agent"], agent.state_dict()))
+    if different := saved.items() ^ own.items():
+        name, where = min(different)[0], f"another version of {state['script']}.py"
+        raise InputError(f"checkpoint {path} has the network of {where}: {name} is not the same")
+    agent.load_state_dict(state["agent"])
+
+
+def check_compatible(path: str | Path, state: dict[str, Any], args: Any, env_id: str, agent_kwargs: dict[str, Any],
+                     network_args: tuple[str, ...]) -> None:  # fmt: skip
     """Raises InputError if env, spaces or an Args field that shapes the network differs from the checkpoint's."""
     if state["env_id"] != env_id:
-        raise InputError(
-            f"checkpoint {path} is of {state['env_id']}, not of {env_id}; train the new one from the start"
-        )
+        raise InputError(f"checkpoint {path} is of {state['env_id']}, not of {env_id}; train that from the start")
     for name in network_args:
-        new, old = getattr(args, name), state["args"][name]
+        new, old = getattr(args, name), state["args"].get(name, getattr(type(args), name, None))
         if new != old:
-            raise InputError(
-                f"{flag(name)} {new}: checkpoint {path} was trained with {old}, which cannot change afterwards"
-            )
+            raise InputError(f"{flag(name)} {new}: checkpoint {path} was trained with {old}, which cannot change")
     for name, new in agent_kwargs.items():
         if state["agent_kwargs"][name] != new:
             old = state["agent_kwargs"][name]
@@ -123,9 +116,8 @@ def newest(run_dir: Path) -> Path | None:
 
 def gather_ranks(envs: VecEnv, episodes: EpisodeStats) -> list[dict[str, Any]]:
     """What each rank has of its own: random state, env state where the simulator can tell it, running episodes."""
-    return distributed.gather_objects(
-        {"rng": rng_state(), "envs": envs.state_dict(), "episodes": episodes.state_dict()}
-    )
+    own = {"rng": rng_state(), "envs": envs.state_dict(), "episodes": episodes.state_dict()}
+    return distributed.gather_objects(own)
 
 
 def restore_rank(
@@ -133,7 +125,7 @@ def restore_rank(
 ) -> tuple[Any, Any]:
     """Undo gather_ranks; returns obs and critic_obs to go on from, or (None, None) where the envs must be reset.
 
-    With another number of ranks than before only the window of finished episodes is kept.
+    With another number of ranks than before only the count of finished episodes is kept.
     """
     own, same = ranks[rank % len(ranks)], len(ranks) == world_size
     exact = same and own["envs"] is not None and len(own["episodes"]["returns"]) == envs.num_envs

@@ -46,7 +46,8 @@ def parse(args_type: type, argv: list[str]) -> Any:
     if path is None:
         return _tyro(args_type, argv, None)
     # The file's own argument values become the defaults, so that only what is on this command line differs from it.
-    saved = checkpoint.saved_args(path, checkpoint.load(path), args_type, **given, play="--play" in argv)
+    state = checkpoint.load_for(sys.modules[args_type.__module__].SCRIPT, path)
+    saved = checkpoint.saved_args(path, state, args_type, **given, play="--play" in argv)
     return _tyro(args_type, argv, saved)
 
 

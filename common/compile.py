@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from common.envs.base import available_cores
+from common.errors import InputError
 
 
 def compile_pure(fn: Callable, enabled: bool) -> Callable:
@@ -20,7 +21,6 @@ def compile_pure(fn: Callable, enabled: bool) -> Callable:
         return fn
     torch._dynamo.config.trace_autograd_ops = True  # torch.autograd.grad in fn becomes part of its graph
     return torch.compile(fn, fullgraph=True, dynamic=False)
-
 
 
 def cuda_graph(fn: Callable[[Tensor], Tensor], enabled: bool, warmup: int = 3) -> Callable[[Tensor], Tensor]:
@@ -61,11 +61,13 @@ class TorchThreads:
     Small matrices are slower on two threads than on one, and large ones too while another process holds a core, because
     the threads wait for each other in spinning barriers. So the first updates try each candidate in turn, the fastest
     is kept, and every `recheck` updates the trial is repeated. A fixed number (`threads` > 0) is used as given: sums
-    are then split the same way in every run, which bit-equal repetition needs.
+    are then split the same way in every run, which bit-equal repetition needs. Raises InputError for more than cores.
     """
 
     def __init__(self, threads: int, device: torch.device, trials: int = 3, recheck: int = 200):
         cores = available_cores()
+        if threads > cores:
+            raise InputError(f"--torch-threads {threads}: must be at most {cores}, the CPU cores of this process")
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         if not threads and (device.type != "cpu" or ranks > 1):  # ranks must all split their sums in the same way
             threads = 1 if device.type != "cpu" else max(1, cores // ranks)

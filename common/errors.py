@@ -46,9 +46,7 @@ def check_divides(name: str, divisor: int, number: int, meaning: str) -> None:
         below = max(d for d in range(1, divisor) if number % d == 0)
         above = next((d for d in range(divisor, number + 1) if number % d == 0), number)
         nearest = f"{below} and {above}" if above > divisor else f"{below}"
-        raise InputError(
-            f"{flag(name)} {divisor} does not divide {meaning} = {number}; the nearest that do are {nearest}"
-        )
+        raise InputError(f"{flag(name)} {divisor} does not divide {meaning} = {number}; the nearest are {nearest}")
 
 
 def check_finite(

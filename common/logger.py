@@ -146,67 +146,70 @@ class Logger:
                 self.wandb.finish()
 
 
-def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns) over all ranks; NaN where the returns do not vary."""
+def explained_variance(values: Tensor, returns: Tensor, weights: Tensor | float = 1.0) -> float:
+    """1 - Var(returns - values) / Var(returns) over all ranks; NaN where the returns do not vary.
+
+    weights broadcast to both; they are 0 for rows that do not count and 1 on average over the rows of all ranks.
+    """
 
     def variance(x: Tensor) -> float:
-        mean = distributed.average(x.mean())
-        return distributed.average(((x - mean) ** 2).mean()).item()
+        mean = distributed.average((weights * x).mean())
+        return distributed.average((weights * (x - mean) ** 2).mean()).item()
 
     total = variance(returns)
     return 1 - variance(returns - values) / total if total > 0 else math.nan
 
 
 class EpisodeStats:
-    """Raw returns and lengths of finished episodes; the window holds the last `window` of them over all ranks."""
+    """Raw returns and lengths of the last finished episodes, the same number of each env of each rank.
 
-    def __init__(self, num_envs: int, window: int):
+    The first episodes to end are the short ones, so the last `window` of all envs together would not be a fair sample.
+    """
+
+    def __init__(self, num_envs: int, window: int, world_size: int):
         self.returns = torch.zeros(num_envs, dtype=torch.float64)
         self.lengths = torch.zeros(num_envs, dtype=torch.int64)
-        self.window: deque[tuple[float, int]] = deque(maxlen=window)
-        self.episodes = 0
+        size = math.ceil(window / (num_envs * world_size))
+        self.window: list[deque[tuple[float, int]]] = [deque(maxlen=size) for _ in range(num_envs)]
+        self.capacity, self.count, self.sums, self.episodes = size * num_envs * world_size, 0, (0.0, 0), 0
 
     def update(self, rewards: Tensor, dones: Tensor) -> None:
         """Count a rollout: raw rewards and dones [T, N]. Reads them on the host, so call it once an iteration."""
-        rewards, dones = rewards.double().cpu(), dones.cpu()
-        finished = []
+        rewards, dones, finished = rewards.double().cpu(), dones.cpu(), 0
         for t, any_done in enumerate(dones.any(1).tolist()):
-            reward, done = rewards[t], dones[t]
-            self.returns += reward
+            self.returns += rewards[t]
             self.lengths += 1
             if any_done:
-                ended = zip(self.returns[done].tolist(), self.lengths[done].tolist(), strict=True)
-                finished += [(t, *episode) for episode in ended]
-                self.returns[done], self.lengths[done] = 0.0, 0
-        everywhere = [episode for rank in distributed.gather_objects(finished) for episode in rank]
-        self.window.extend(episode[1:] for episode in sorted(everywhere, key=lambda episode: episode[0]))
-        self.episodes += len(everywhere)
+                ids = dones[t].nonzero().flatten()
+                ended = zip(self.returns[ids].tolist(), self.lengths[ids].tolist(), strict=True)
+                for i, episode in zip(ids.tolist(), ended, strict=True):
+                    self.window[i].append(episode)
+                self.returns[ids], self.lengths[ids] = 0.0, 0
+                finished += len(ids)
+        own = [episode for env in self.window for episode in env]
+        totals = finished, len(own), *(sum(episode[i] for episode in own) for i in (0, 1))
+        everywhere = zip(*distributed.gather_objects(totals), strict=True)
+        finished, self.count, *self.sums = (sum(x) for x in everywhere)
+        self.episodes += finished
 
     def metrics(self) -> dict[str, float]:
         """charts/episodic_return and charts/episodic_length over the window, NaN before the first episode has ended."""
-        n = len(self.window)
-        mean_return, mean_length = (sum(e[i] for e in self.window) / n if n else math.nan for i in (0, 1))
-        return {
-            "charts/episodic_return": mean_return,
-            "charts/episodic_length": mean_length,
-            "charts/episodes": self.episodes,
-        }
+        mean_return, mean_length = (x / self.count if self.count else math.nan for x in self.sums)
+        means = {"charts/episodic_return": mean_return, "charts/episodic_length": mean_length}
+        return means | {"charts/episodes": self.episodes}
 
     @property
     def full(self) -> bool:
-        return len(self.window) == self.window.maxlen
+        return self.count == self.capacity
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "window": list(self.window),
-            "episodes": self.episodes,
-            "returns": self.returns.clone(),
-            "lengths": self.lengths.clone(),
-        }
+        running = {"returns": self.returns.clone(), "lengths": self.lengths.clone()}
+        return {"window": [list(env) for env in self.window], "episodes": self.episodes} | running
 
     def load_state_dict(self, state: dict[str, Any], running: bool) -> None:
-        """Restore the window; the running episodes too only where the envs themselves continue (`running`)."""
-        self.window.extend(tuple(e) for e in state["window"])
+        """Restore the count; window and running episodes only where the envs themselves continue (`running`)."""
         self.episodes = state["episodes"]
         if running:
+            for env, episodes in zip(self.window, state["window"], strict=True):
+                env.extend(episodes)
             self.returns, self.lengths = state["returns"].clone().cpu(), state["lengths"].clone().cpu()

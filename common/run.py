@@ -79,9 +79,10 @@ class Run:
 
     def _evaluation_envs(self) -> VecEnv:
         if self.evaluation_envs is None:
-            args, bins = self.args, getattr(self.args, "action_bins", 0)
+            args, names = self.args, ("action_bins", "mask_obs")
+            options = {name: getattr(args, name) for name in names if getattr(args, name, None)}
             self.evaluation_envs = vecenvs.make_for_episodes(
-                args.env_id, args.num_envs, args.num_episodes, self.envs.device, args.seed, args.env_kwargs, bins
+                args.env_id, args.num_envs, args.num_episodes, self.envs.device, args.seed, args.env_kwargs, **options
             )
         return self.evaluation_envs
 

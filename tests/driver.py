@@ -28,6 +28,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 import ppo_continuous  # noqa: E402, F401  (loaded once, before jobs are forked)
 import ppo_discrete  # noqa: E402, F401
+import ppo_lstm  # noqa: E402, F401
 from common import cli  # noqa: E402
 from common import envs as vecenvs  # noqa: E402
 from common.envs.base import Step, VecEnv  # noqa: E402
@@ -135,7 +136,7 @@ class MaskedEnv(LinearEnv):
 ENVS = {"toy/Linear": LinearEnv, "toy/Masked": MaskedEnv}
 
 
-def make(env_id, num_envs, device, seed, env_kwargs=None, action_bins=0):
+def make(env_id, num_envs, device, seed, env_kwargs=None, action_bins=0, mask_obs=()):
     make.seeds.append(seed)
     return ENVS.get(env_id, LinearEnv)(num_envs, torch.device(device), **(env_kwargs or {}))
 
@@ -180,7 +181,7 @@ def train(args: dict[str, Any], noise_rows: int = 0, script: str = "ppo_continuo
     metrics = module.main(module.Args(**tuples(SMALL | args)))
     module.Agent.__init__ = init
     return {"metrics": metrics, "agent": agents[0].state_dict(), "initial": agents[1], "seeds": list(make.seeds),
-            "torch_seed": torch.initial_seed(), "actions": agents[0].act(observations()),
+            "torch_seed": torch.initial_seed(), "actions": act(agents[0]),
             "wandb": "wandb" in sys.modules}  # fmt: skip
 
 
@@ -198,7 +199,15 @@ def command(argv: list[str], script: str = "ppo_continuous") -> None:
 
 def load_and_act(checkpoint: str, script: str = "ppo_continuous") -> dict[str, Any]:
     agent, state = importlib.import_module(script).load_agent(checkpoint)
-    return {"actions": agent.act(observations()), "values": agent.state_dict()}
+    return {"actions": act(agent), "values": agent.state_dict()}
+
+
+def act(agent: Any) -> torch.Tensor:
+    """In observations(), each the first of an episode."""
+    if not hasattr(agent, "start"):
+        return agent.act(observations())
+    state, previous = agent.start(32)
+    return agent.act({"obs": observations(), "previous": previous}, state)[0]
 
 
 def observations() -> torch.Tensor:

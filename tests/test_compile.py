@@ -2,9 +2,11 @@
 
 import time
 
+import pytest
 import torch
 
 from common.compile import TorchThreads, compile_pure, cuda_graph
+from common.errors import InputError
 
 CPU = torch.device("cpu")
 
@@ -42,6 +44,14 @@ def test_a_fixed_number_is_used_as_given_and_ranks_share_the_cores(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(8))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert TorchThreads(0, CPU).candidates == [2]
+    torch.set_num_threads(1)
+
+
+def test_more_threads_than_cores_are_refused(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(3))
+    with pytest.raises(InputError, match="--torch-threads 4: must be at most 3"):
+        TorchThreads(4, CPU)
+    assert TorchThreads(3, CPU).candidates == [3]
     torch.set_num_threads(1)
 
 

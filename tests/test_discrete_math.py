@@ -563,10 +563,10 @@ def test_pixels_are_divided_by_255_exactly_once(encoder, layer, separate, bfloat
 
 def test_pixels_are_exact_and_other_numbers_untouched():
     x = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16)
-    assert pixels(x, torch.float32).flatten().tolist() == pytest.approx([i / 255 for i in range(256)], abs=1e-7)
-    assert pixels(x, torch.bfloat16).dtype == torch.bfloat16
+    assert pixels(x, 255, torch.float32).flatten().tolist() == pytest.approx([i / 255 for i in range(256)], abs=1e-7)
+    assert pixels(x, 255, torch.bfloat16).dtype == torch.bfloat16
     vector = torch.randn(3, 4) * 255
-    assert pixels(vector, torch.bfloat16) is vector
+    assert pixels(vector, None, torch.bfloat16) is vector
 
 
 @pytest.mark.parametrize("encoder", ["nature_cnn", "impala", "mlp"])
@@ -855,7 +855,8 @@ def test_agent_kwargs_of_an_environment():
     kwargs = agent_kwargs(envs, "auto")
     envs.close()
     assert kwargs["action_sizes"] == [2] and kwargs["multi_discrete"] is False and kwargs["critic_obs_spec"] is None
-    assert kwargs["obs_spec"] == {"encoder": "mlp", "images": {}, "vectors": {"obs": 4}, "sequence": None}
+    expected = {"encoder": "mlp", "images": {}, "vectors": {"obs": 4}, "highs": {}, "sequence": None}
+    assert kwargs["obs_spec"] == expected
     for space, sizes in ((spaces.MultiDiscrete([3]), [3]), (spaces.MultiDiscrete([2, 5]), [2, 5])):
         envs.action_space = space
         kwargs = agent_kwargs(envs, "auto")

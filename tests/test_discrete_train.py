@@ -369,8 +369,8 @@ WITHOUT_EFFECT = {"deterministic"}  # of evaluations only
 ELSEWHERE = set("""
     env_id env_kwargs seed device torch_threads run_name resume track play checkpoint num_episodes total_timesteps
     score_to_win games_to_track save_best_after save_interval eval_interval num_envs num_steps num_minibatches
-    action_bins
-""".split())  # options of the run, with tests of their own
+    action_bins mask_obs
+""".split())  # options of the run, with tests of their own  # fmt: skip
 
 
 def test_no_option_is_forgotten():
@@ -529,6 +529,19 @@ def test_loaded_agent_acts_and_values_as_the_trained_one(monkeypatch, env_id):
     assert torch.equal(loaded.act(obs, True, env.action_mask), agents[0].act(obs, True, env.action_mask))
     assert torch.equal(loaded.get_value(critic_obs), agents[0].get_value(critic_obs))
     assert not loaded.state_dict().keys() & {"is_action", "mask_index"} and state["script"] == "ppo_discrete"
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("played", [True, False])
+def test_play_computes_in_the_precision_that_is_asked_for(call, monkeypatch, trained, played):
+    """As the checkpoint says where nothing is asked for."""
+    seen = []
+    monkeypatch.setattr(ppo, "evaluate", lambda agent, *rest: seen.append(agent.actor.bfloat16) or {})
+    flags = ["--no-bfloat16", "--bfloat16"]
+    assert call(*FLAGS, "--env-id", ENV, "--run-name", "run", flags[trained])[0] == 0
+    for argv in ([], [flags[played]]):
+        assert call("--play", "--checkpoint", "runs/run/last.pt", *argv)[0] == 0
+    assert seen == [trained, played]
 
 
 # ---- memory ----
@@ -775,7 +788,7 @@ def test_checkpoints_of_the_other_script_are_refused(call):
     for script, run in ((ppo, "continuous"), (ppo_continuous, "discrete")):
         path = f"runs/{run}/last.pt"
         for argv in (["--resume", path], ["--play", "--checkpoint", path]):
-            refused(call, argv, [path, f"ppo_{run}.py"], script)
+            refused(call, argv, [path, f"by ppo_{run}.py, not by {script.SCRIPT}.py; use ppo_{run}.py"], script)
 
 
 def test_network_of_a_checkpoint_cannot_change(call):

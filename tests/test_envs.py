@@ -5,6 +5,8 @@ state, with Gymnasium's physics.
 """
 
 import sys
+from itertools import product
+from types import SimpleNamespace
 
 import envpool
 import gymnasium
@@ -12,8 +14,10 @@ import numpy as np
 import pytest
 import torch
 import toy_envs  # noqa: F401  registers the toys under their bare names too
+from vec_envs import ActionIsObs, Asymmetric
 
 from common import envs as vecenvs
+from common.envs.mask_obs import MaskedObsVecEnv
 from common.errors import InputError
 
 CPU = torch.device("cpu")
@@ -25,8 +29,8 @@ def make():
     """vecenvs.make on the CPU; what it made is closed after the test."""
     made = []
 
-    def _make(env_id, num_envs=4, seed=0, **env_kwargs):
-        made.append(vecenvs.make(env_id, num_envs, CPU, seed, env_kwargs))
+    def _make(env_id, num_envs=4, seed=0, action_bins=0, mask_obs=(), **env_kwargs):
+        made.append(vecenvs.make(env_id, num_envs, CPU, seed, env_kwargs, action_bins, mask_obs))
         return made[-1]
 
     yield _make
@@ -53,15 +57,17 @@ def step_all(envs, value, num_envs=None):
 
 
 @pytest.mark.parametrize("num_envs", [1, 4])
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("backend", ["envpool", "gym"])
+@pytest.mark.parametrize(
+    "backend, task", [*product(["envpool", "gym"], TASKS), *product(["torch"], ["CartPole-v1", "Pendulum-v1"])]
+)
 def test_shapes_and_types(make, backend, task, num_envs):
     envs = make(f"{backend}/{task}", num_envs)
     reference = gymnasium.make(task)
     assert envs.env_id == f"{backend}/{task}" and envs.num_envs == num_envs and envs.value_size == 1
     assert envs.max_episode_steps == reference.spec.max_episode_steps
     assert envs.observation_space.shape == reference.observation_space.shape
-    assert envs.observation_space.dtype == np.float32
+    assert envs.observation_space.dtype == np.float32 and envs.critic_observation_space is envs.observation_space
+    assert envs.unflattened_shape == reference.observation_space.shape
     assert type(envs.action_space) is type(reference.action_space)
     if isinstance(envs.action_space, gymnasium.spaces.Box):
         assert envs.action_space.dtype == np.float32
@@ -80,7 +86,8 @@ def test_shapes_and_types(make, backend, task, num_envs):
 
 
 @pytest.mark.parametrize(
-    "env_id", ["envpool/CartPole-v1", "envpool/Hopper-v5", "gym/CartPole-v1", "gym/toy_envs:Image-v0"]
+    "env_id",
+    ["envpool/CartPole-v1", "envpool/Hopper-v5", "gym/CartPole-v1", "gym/toy_envs:Image-v0", "torch/CartPole-v1"],
 )
 def test_returned_tensors_are_never_written_again(make, env_id):
     envs = make(env_id)
@@ -301,8 +308,10 @@ def test_envpool_time_limit_is_exact(make, env_id):
 # ---- actions ----
 
 
-@pytest.mark.parametrize("backend", ["envpool", "gym"])
-@pytest.mark.parametrize("task", ["Pendulum-v1", "HalfCheetah-v5"])
+@pytest.mark.parametrize(
+    "backend, task",
+    [*product(["envpool", "gym"], ["Pendulum-v1", "HalfCheetah-v5"]), ("torch", "Pendulum-v1")],
+)
 def test_actions_are_clamped_and_the_callers_tensor_is_not(make, backend, task):
     far, edge = make(f"{backend}/{task}", 2, 1), make(f"{backend}/{task}", 2, 1)
     far.reset(), edge.reset()
@@ -427,10 +436,106 @@ def test_nan_is_passed_on_to_whoever_checks(make):
     assert [step_all(envs, 0.0).rewards.isnan().all().item() for _ in range(4)] == [False, False, True, False]
 
 
+# ---- hidden entries of observations ----
+
+
+@pytest.mark.parametrize("backend", ["envpool", "gym"])
+def test_masked_observations_are_the_same_but_for_zeros(make, backend):
+    plain, masked = (make(f"{backend}/CartPole-v1", 4, 3, mask_obs=m, max_episode_steps=15) for m in ((), (1, 3)))
+    keep, ends = torch.tensor([True, False, True, False]), {"terminations": 0, "truncations": 0}
+    obs, critic_obs = masked.reset()
+    assert torch.equal(obs, torch.where(keep, plain.reset()[0], 0.0)) and critic_obs is obs
+    for action in random_actions(plain.action_space, 4, 60):
+        a, b = plain.step(action), masked.step(action)
+        assert a.obs.ne(0).all() and torch.equal(b.obs, torch.where(keep, a.obs, 0.0)) and b.critic_obs is b.obs
+        assert (a.final_obs is None) == (b.final_obs is None) and b.final_critic_obs is b.final_obs
+        if a.final_obs is not None:
+            assert a.final_obs.ne(0).all() and torch.equal(b.final_obs, torch.where(keep, a.final_obs, 0.0))
+        for name in ("rewards", "terminations", "truncations"):
+            assert torch.equal(getattr(a, name), getattr(b, name))
+        ends = {name: count + int(getattr(a, name).sum()) for name, count in ends.items()}
+    assert min(ends.values()) > 0
+    for name in ("env_id", "num_envs", "device", "action_space", "max_episode_steps", "value_size", "action_mask"):
+        assert getattr(masked, name) == getattr(plain, name)
+    assert masked.state_dict() is None and not hasattr(masked, "no_such_attribute")
+
+
+def test_masked_observation_spaces(make):
+    envs = make("gym/toy_envs:DiscreteObs-v0", 3, mask_obs=(0, 2))
+    space = envs.observation_space
+    assert space.low.tolist() == [0] * 4 and space.high.tolist() == [0, 1, 0, 1] and space.dtype == np.float32
+    assert envs.critic_observation_space is space and envs.envs.observation_space.high.tolist() == [1] * 4
+    assert torch.equal(envs.reset()[0], torch.zeros(3, 4))
+    obs = torch.stack([envs.step(torch.zeros(3, dtype=torch.int64)).obs for _ in range(3)])
+    assert torch.equal(obs[:, 0], torch.eye(4)[1:] * torch.tensor([0, 1, 0, 1]))
+    low = make("envpool/Pendulum-v1", 1, mask_obs=[2]).observation_space.low
+    assert low.tolist() == [-np.inf, -np.inf, 0]
+
+
+def test_a_privileged_state_is_not_masked(make):
+    plain, masked = (make("gym/toy_envs:Asymmetric-v0", 2, 1, length=3, mask_obs=m) for m in ((), (2, 0)))
+    assert masked.observation_space.low.tolist() == [0, -np.inf, 0]
+    assert masked.critic_observation_space is masked.envs.critic_observation_space
+    keep = torch.tensor([0.0, 1.0, 0.0])
+    first = plain.reset(), masked.reset()
+    steps = [(step_all(plain, 0.0), step_all(masked, 0.0)) for _ in range(6)]
+    pairs = [first] + [((a.obs, a.critic_obs), (b.obs, b.critic_obs)) for a, b in steps]
+    pairs += [((a.final_obs, a.final_critic_obs), (b.final_obs, b.final_critic_obs)) for a, b in (steps[2], steps[5])]
+    for (obs, critic_obs), (masked_obs, masked_critic_obs) in pairs:
+        assert torch.equal(masked_obs, obs * keep) and torch.equal(masked_critic_obs, critic_obs)
+
+
+@pytest.mark.parametrize("probe", [ActionIsObs, Asymmetric])
+def test_masks_after_a_resume_and_never_in_the_simulators_own_tensors(probe):
+    class Remembers(probe):
+        def load_state_dict(self, state):
+            self.current = state["obs"], state["critic_obs"]
+            return self.current
+
+    envs = Remembers(3, CPU, 0)
+    masked, obs = MaskedObsVecEnv(envs, (0,)), torch.full((3, envs.obs_dim), torch.nan)
+    critic_obs = obs if probe is ActionIsObs else torch.full((3, 7), 5.0)
+    again, critic_again = masked.load_state_dict({"obs": obs, "critic_obs": critic_obs})
+    assert again[:, 0].eq(0).all() and again[:, 1:].isnan().all() and obs.isnan().all()
+    assert critic_again is (again if probe is ActionIsObs else critic_obs)
+    masked.reset()
+    for _ in range(5):
+        before = envs.current[0].clone()
+        step = masked.step(torch.zeros(3, 1))
+        assert before[:, 0].ne(0).all() and envs.current[0][:, 0].ne(0).all() and step.obs[:, 0].eq(0).all()
+
+
+def test_masks_go_together_with_bins_and_evaluations(make):
+    envs = make("envpool/Pendulum-v1", 2, action_bins=3, mask_obs=(2,))
+    envs.reset()
+    step = envs.step(torch.tensor([[0], [2]]))
+    assert envs.action_space == gymnasium.spaces.MultiDiscrete([3]) and step.obs[:, 2].eq(0).all()
+    evaluation = vecenvs.make_for_episodes("envpool/Pendulum-v1", 4, 2, CPU, 0, [], 0, (0, 1))
+    obs = evaluation.reset()[0]
+    evaluation.close()
+    assert obs[:, :2].eq(0).all() and obs[:, 2].ne(0).all()
+
+
+@pytest.mark.parametrize(
+    "env_id, mask, named",
+    [("envpool/CartPole-v1", (1, 4), r"\[4\] not among the 4 entries .* 0 to 3"), ("gym/CartPole-v1", (-1,), "among"),
+     ("envpool/CartPole-v1", (1, 3, 1), "twice"), ("gym/toy_envs:Image-v0", (0,), "no vectors, but Box"),
+     ("gym/toy_envs:PrivilegedCameras-v0", (0,), "no vectors, but Dict")],
+)  # fmt: skip
+def test_what_cannot_be_masked_is_refused(make, env_id, mask, named):
+    with pytest.raises(InputError, match=named) as error:
+        make(env_id, mask_obs=mask)
+    assert "\n" not in str(error.value) and f"--mask-obs {' '.join(map(str, mask))}: " in str(error.value)
+
+
 # ---- seeds ----
 
 
-@pytest.mark.parametrize("env_id", ["envpool/CartPole-v1", "envpool/Hopper-v5", "gym/CartPole-v1", "gym/Hopper-v5"])
+@pytest.mark.parametrize(
+    "env_id",
+    ["envpool/CartPole-v1", "envpool/Hopper-v5", "gym/CartPole-v1", "gym/Hopper-v5", "torch/CartPole-v1",
+     "torch/Pendulum-v1"],
+)  # fmt: skip
 def test_seeds(make, env_id):
     def play(seed):
         envs = make(env_id, 4, seed)
@@ -474,6 +579,8 @@ def test_neighbouring_seeds_share_no_start(make, backend):
         ("HUMANOID", "envpool", "Humanoid-v5"),
         ("Jumanji/Snake-v1", "envpool", "Jumanji/Snake-v1"),
         ("Jumanji/Snake", "envpool", "Jumanji/Snake-v1"),
+        ("torch/CartPole", "torch", "CartPole-v1"),
+        ("torch/pendulum", "torch", "Pendulum-v1"),
         ("Alternating", "gym", "Alternating-v0"),
         ("toy_envs:Slow-v0", "gym", "toy_envs:Slow-v0"),
         ("gym/toy_envs:Slow-v0", "gym", "toy_envs:Slow-v0"),
@@ -497,11 +604,13 @@ def test_newest_version_is_the_highest_number():
     "env_id, named",
     [
         ("HalfCheeta", "HalfCheetah-v5"),
+        ("torch/CarPole", "close names: CartPole-v1"),
+        ("torch/Ant", "unknown environment torch/Ant"),
         ("Antt", "close names: Ant-v5"),
         ("Ant-v9", "Ant-v5"),
         ("gym/CarPole", "CartPole-v1"),
         ("envpool/Humanoidd", "Humanoid-v5"),
-        ("warp/Ant", "warp/ is not available yet"),
+        ("brax/ant", "brax/ is not available yet"),
         ("isaaclab/Isaac-Ant", "isaaclab/ is not available yet"),
         ("qqqqzzzz", "unknown environment qqqqzzzz"),
         ("no_such_module:Name-v0", "no_such_module"),
@@ -535,6 +644,45 @@ def test_adapters_are_imported_only_when_asked_for(make, monkeypatch):
     monkeypatch.delitem(sys.modules, "common.envs.envpool")
     make("gym/CartPole", 1)
     assert "common.envs.envpool" not in sys.modules
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_on_a_gpu_a_bare_name_is_simulated_there_if_it_can_be(monkeypatch, capsys, installed):
+    """No GPU and no MuJoCo Warp are needed: names alone decide."""
+    made = []
+
+    class Adapter:
+        observation_space = action_space = gymnasium.spaces.Box(-1, 1, (3,), np.float32)
+
+        def __init__(self, name, num_envs, device, seed, env_kwargs):
+            made.append((name, device))
+            self.env_id = name
+
+    def adapter(backend):
+        made.append(backend)
+        return SimpleNamespace(Adapter=Adapter), "Adapter"
+
+    monkeypatch.setattr(vecenvs.importlib.util, "find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr(vecenvs, "_adapter", adapter)
+    backend = "warp" if installed else "envpool"
+    for device in (torch.device("cuda"), torch.device("cuda", 1), "cuda:0"):
+        for name in ("Ant", "ant", "Ant-v5", "HalfCheetah", "InvertedDoublePendulum-v5"):
+            assert vecenvs.resolve(name, device) == (backend, vecenvs.resolve(name)[1])
+        for name in (
+            "Ant-v4",
+            "envpool/Ant",
+            "gym/Ant",
+            "Pendulum",
+            "Pong",
+            "CartPole",
+            "Jumanji/Snake",
+            "Alternating",
+        ):
+            assert vecenvs.resolve(name, device) == vecenvs.resolve(name)
+    for device in ("cpu", torch.device("meta")):
+        assert vecenvs.resolve("Ant", device) == ("envpool", "Ant-v5")
+    vecenvs.make("Hopper", 2, torch.device("cuda", 1), 0)
+    assert made == [backend, ("Hopper-v5", torch.device("cuda", 1))]
 
 
 @pytest.mark.parametrize("num_envs", [0, -4])

@@ -358,6 +358,16 @@ def test_explained_variance():
     assert math.isnan(explained_variance(torch.randn(5, 1), torch.ones(5, 1)))
 
 
+def test_explained_variance_is_of_the_rows_that_count():
+    returns, values, counts = torch.randn(50, 4, 2), torch.randn(50, 4, 2), torch.rand(50, 4) < 0.7
+    weights = counts / counts.float().mean()
+    expected = 1 - (returns - values)[counts].var() / returns[counts].var()
+    values[~counts], returns[~counts] = 1e3, -1e6
+    got = explained_variance(values, returns, weights[..., None])
+    assert got == pytest.approx(expected.item(), rel=1e-4)
+    assert math.isnan(explained_variance(values, returns, torch.zeros(50, 4, 1)))
+
+
 def test_initializers_have_their_spread():
     torch.manual_seed(0)
     weights = {name: initialize(torch.nn.Linear(400, 300), name).weight for name in

@@ -29,7 +29,7 @@ RUNS = {
     "adaptive": {"lr_schedule": "adaptive", "env_kwargs": ["asymmetric=True"], "critic_learning_rate": 1e-3,
                  "max_lr": 1.0},
     "epoch": {"kl_interval": "epoch", "kl_threshold": 1e-4, "fixed_sigma": False, "clip_vloss": True},
-}
+}  # fmt: skip
 FOUR = {"total_timesteps": 4 * BATCH, "save_interval": 1}
 
 
@@ -118,7 +118,7 @@ def test_two_iterations_and_two_in_a_new_process_equal_four(trained, resumed, na
     assert set(whole) == {"script", "env_id", "args", "agent_kwargs", "agent", "optimizer", "global_step",
                           "best_return", "ranks"}  # fmt: skip
     assert set(whole["ranks"][0]) == {"rng", "envs", "episodes"} and whole["ranks"][0]["envs"]["episode"].sum() > 0
-    assert len(whole["ranks"][0]["episodes"]["window"]) == 5
+    assert sum(map(len, whole["ranks"][0]["episodes"]["window"])) == 8  # two of each env, the least that makes 5
     same(whole, halves)
     ours, theirs = trained[1][name]["metrics"], resumed[1][name]["metrics"]
     same({k: v for k, v in ours.items() if k != "charts/SPS"}, {k: v for k, v in theirs.items() if k != "charts/SPS"})
@@ -157,7 +157,7 @@ def test_metrics_keep_one_step_axis(trained, resumed, runs):
 
 
 def test_env_without_state_is_reset_on_other_episodes(trained, runs):
-    """A simulator that cannot tell its state: another seed than at the beginning, episodes counted from new."""
+    """A simulator that cannot tell its state: another seed than at the beginning, the window begins anew."""
     driver.make.seeds.clear()
     edit(runs / "linear/last.pt", lambda s: s["ranks"][0].update(envs=None))
     argv = ["--resume", "runs/linear/last.pt", "--total-timesteps", str(5 * BATCH), "--env-kwargs", "exact=False"]
@@ -167,8 +167,9 @@ def test_env_without_state_is_reset_on_other_episodes(trained, runs):
     assert state["global_step"] == 5 * BATCH and state["ranks"][0]["envs"] is None
     before = checkpoint.load(trained[0] / "runs/linear/last.pt")["ranks"][0]["episodes"]
     assert state["ranks"][0]["episodes"]["episodes"] > before["episodes"] > 0
-    lengths = [length for _, length in state["ranks"][0]["episodes"]["window"]]
-    assert max(lengths) <= 8  # no episode runs across the reset
+    windows = [[length for _, length in env] for env in state["ranks"][0]["episodes"]["window"]]
+    # a rollout of 8 steps, in which the episode that ran across the reset would have ended
+    assert [len(lengths) for lengths in windows] == [1] * 4 and all(5 <= lengths[0] <= 8 for lengths in windows)
 
 
 # ---- what a resumed run takes from the command line ----
@@ -181,20 +182,34 @@ def test_changed_flags_take_effect(runs):
     assert state["global_step"] == 5 * BATCH
     actor, critic = state["optimizer"]["param_groups"]
     assert float(actor["lr"]) == pytest.approx(1e-5) and actor["weight_decay"] == critic["weight_decay"] == 0.25
-    old = checkpoint.load(runs / f"adaptive/{4 * BATCH}.pt")["optimizer"]["param_groups"]
-    assert float(critic["lr"]) == float(old[1]["lr"])  # not named, not changed
+    assert float(critic["lr"]) == pytest.approx(1e-3)  # the checkpoint's argument, not what the schedule had made of it
     assert state["args"]["learning_rate"] == 1e-5
     assert state["args"]["env_kwargs"] == ("asymmetric=True",)  # kept from the checkpoint
     assert json.loads((runs / "adaptive/args.json").read_text())["weight_decay"] == 0.25
 
 
-def test_unchanged_flags_keep_the_adapted_learning_rate(runs):
+@pytest.mark.parametrize("argv, kept", [
+    ([], [True, True]), (["--learning-rate", "2e-4"], [False, True]),
+    (["--critic-learning-rate", "2e-4"], [True, False]),
+])  # fmt: skip
+def test_adaptive_schedule_goes_on_from_its_learning_rates(runs, argv, kept):
+    """But for those whose argument was changed; a KL between half and twice the threshold moves none."""
     before = checkpoint.load(runs / "adaptive/last.pt")["optimizer"]["param_groups"]
-    assert float(before[0]["lr"]) != pytest.approx(3e-4)
-    argv = ["--resume", "runs/adaptive/last.pt", "--total-timesteps", str(5 * BATCH), "--lr-schedule", "constant"]
-    command_line(*argv)
-    after = checkpoint.load(runs / "adaptive/last.pt")["optimizer"]["param_groups"]
-    assert [float(g["lr"]) for g in after] == [float(g["lr"]) for g in before]
+    assert float(before[0]["lr"]) != pytest.approx(3e-4) and float(before[1]["lr"]) != pytest.approx(1e-3)
+    quiet = ["--kl-threshold", "1e9", "--kl-interval", "epoch", "--max-lr", "1", "--update-epochs", "1"]
+    command_line("--resume", "runs/adaptive/last.pt", "--total-timesteps", str(5 * BATCH), *quiet, *argv)
+    after = checkpoint.load(runs / "adaptive/last.pt")["optimizer"]["param_groups"]  # times 1.5, once
+    expected = [1.5 * (float(g["lr"]) if keep else 2e-4) for g, keep in zip(before, kept, strict=True)]
+    assert [float(g["lr"]) for g in after] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", ["linear", "adaptive"])
+def test_constant_schedule_takes_the_rate_that_is_asked_for(runs, name):
+    """Also where it is what the checkpoint's arguments say: what is left of it there is not what was meant."""
+    rate = checkpoint.load(runs / f"{name}/last.pt")["args"]["learning_rate"]
+    argv = ["--total-timesteps", str(5 * BATCH), "--lr-schedule", "constant", "--learning-rate", str(rate)]
+    log = command_line("--resume", f"runs/{name}/last.pt", *argv)
+    assert log["charts/learning_rate"] == pytest.approx(rate)
 
 
 def test_linear_schedule_follows_the_extended_total(runs):

@@ -386,7 +386,7 @@ class Kept(Replay):
 def counting(monkeypatch, tmp_path):
     made = []
 
-    def make(env_id, num_envs, device, seed, env_kwargs=None, action_bins=0):
+    def make(env_id, num_envs, device, seed, env_kwargs=None, action_bins=0, mask_obs=()):
         made.append(Counting(num_envs, device))
         return made[-1]
 
@@ -472,9 +472,9 @@ def test_steps_after_a_reset_do_not_continue_those_before():
     replay, none = Replay(10, 1, 1, 1, CPU), torch.zeros(1, dtype=torch.bool)
     for t in range(6):
         if t == 3:
-            replay.cut()
+            replay.last_dones.fill_(True)
         x = torch.full((1, 1), float(t))
-        replay.add(none, obs=x, actions=x, rewards=x[:, 0], terminations=none, next_obs=x + 1)
+        replay.add(none.clone(), obs=x, actions=x, rewards=x[:, 0], terminations=none, next_obs=x + 1)
     assert replay.data["ends"][:6, 0].tolist() == [False, False, True, False, False, True]
     batch = replay.batch(torch.arange(6), replace(ARGS, n_step=5, gamma=1.0))
     assert batch["returns"].tolist() == [3, 3, 2, 12, 9, 5] and batch["next_obs"][:, 0].tolist() == [3, 3, 3, 6, 6, 6]

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from dataclasses import fields, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -92,6 +93,17 @@ def test_logged_means_are_of_all_gradient_steps(monkeypatch):
         assert log[f"losses/{name}"] == pytest.approx(sum(values) / len(values), rel=1e-4)
 
 
+def test_iterations_without_a_step_of_the_actor_do_not_log_one():
+    """One gradient step an iteration, in every second one of the actor too: its values are not 0 in between."""
+    train(log_interval=4, utd_ratio=0.25, policy_frequency=2, alpha_lr=1e-6)
+    learned = [row for row in rows() if "losses/qf1_loss" in row]
+    assert [row["global_step"] for row in learned] == list(range(124, 241, 4))
+    for i, row in enumerate(learned):
+        of_the_actor = {name for name in METRICS[sac.ACTOR :] if f"losses/{name}" in row}
+        assert of_the_actor == (set() if i % 2 else set(METRICS[sac.ACTOR :]))
+        assert i % 2 or row["losses/alpha"] == pytest.approx(1, abs=1e-3)
+
+
 def test_update_moves_what_it_should(monkeypatch):
     """The target critics by tau of the way, in each gradient step, after the critics."""
     agents, init, lerp = [], Agent.__init__, torch._foreach_lerp_
@@ -173,8 +185,8 @@ CONTEXT = {"reward_log": {"reward_min": 0.1}, "num_atoms": {"critic": "c51"}, "v
 WITHOUT_EFFECT = {"deterministic", "save_replay"}
 ELSEWHERE = set("""
     env_id env_kwargs seed device torch_threads run_name resume track play checkpoint num_episodes total_timesteps
-    score_to_win games_to_track save_best_after save_interval eval_interval log_interval num_envs
-""".split())
+    score_to_win games_to_track save_best_after save_interval eval_interval log_interval num_envs mask_obs
+""".split())  # fmt: skip
 
 
 def test_no_option_is_forgotten():
@@ -355,9 +367,40 @@ def test_resume_without_replay_lets_the_policy_fill_it_first(monkeypatch):
     assert "random" not in events and events.count(None) == 80 and saved()["updates"] == 80 + 80
 
 
+@pytest.mark.parametrize("resume", ["runs/run/200.pt", "auto"])
+def test_resume_near_the_end_of_the_budget_runs_on_to_it(monkeypatch, resume):
+    """The replay would first have to be filled again, so nothing more is learned; a restarted job must end well."""
+    train(total_timesteps=240, save_interval=1)
+    for file in ("last.pt", "best.pt", "240.pt"):
+        Path("runs/run", file).unlink()
+    events = record_actions(monkeypatch)
+    train(total_timesteps=240, resume=resume)
+    assert events == ["policy"] * 10 and saved()["global_step"] == 240 and saved()["updates"] == 80
+
+
+@pytest.mark.parametrize("num_envs", [1, 3, 40, 300])
+@pytest.mark.parametrize("learning_starts", [0, 40, 249, 5000])
+@pytest.mark.parametrize("utd_ratio", [1.0, 0.37, 1 / 49, 0.001])
+@pytest.mark.parametrize("log_interval", [1, 250])
+def test_shortest_run_that_is_named_learns(num_envs, learning_starts, utd_ratio, log_interval):
+    """And what it is refused for is true: the plan before the named number has no gradient step."""
+    args = replace(BASE, num_envs=num_envs, learning_starts=learning_starts, utd_ratio=utd_ratio, buffer_size=1000,
+                   log_interval=log_interval, total_timesteps=1)  # fmt: skip
+    needed = learning_starts + math.ceil(1 / Fraction(str(utd_ratio)))
+    if num_envs >= needed:
+        return
+    with pytest.raises(InputError, match=f"after {needed} transitions.* at least [0-9]+$") as error:
+        sac.plan_iterations(args, 1, 0, learning_starts)
+    enough = int(str(error.value).split()[-1])
+    T, last = sac.plan_iterations(replace(args, total_timesteps=enough), 1, 0, learning_starts)
+    assert needed <= T * last * num_envs <= enough < needed + max(log_interval, num_envs)
+    with pytest.raises(InputError):
+        sac.plan_iterations(replace(args, total_timesteps=needed - 1), 1, 0, learning_starts)
+
+
 def test_replay_can_be_left_behind_and_must_fit(monkeypatch):
     train(save_replay=True)
-    with pytest.raises(InputError, match=r"'steps': 40.*'steps': 20.*--no-save-replay"):
+    with pytest.raises(InputError, match=r"'steps': 40.*'steps': 20.*the number of ranks.*--no-save-replay"):
         train(resume="runs/run/last.pt", total_timesteps=400, save_replay=True, buffer_size=80)
     with pytest.raises(InputError, match="'num_envs': 4.*'num_envs': 5"):
         train(resume="runs/run/last.pt", total_timesteps=400, save_replay=True, num_envs=5, buffer_size=200)
@@ -486,8 +529,12 @@ BAD = [
     (["--env-id", "gym/toy_envs:Asymmetric-v0"], ["critic alone", "ppo_continuous.py"]),
     (["--buffer-size", "1e12"], ["--buffer-size", "1000000000000 transitions", "would fit"]),
     (["--buffer-size", "1"], ["--buffer-size 1", "--num-envs 2"]),
-    (["--total-timesteps", "40"], ["--total-timesteps 40", "nothing would be learned", "--learning-starts 40"]),
-    (["--utd-ratio", "0.001"], ["nothing would be learned"]),
+    (["--total-timesteps", "40"], ["--total-timesteps 40: nothing would be learned", "after 41 transitions",
+                                   "--learning-starts 40", "--utd-ratio 1.0", "at least 80"]),
+    (["--utd-ratio", "0.001"], ["--total-timesteps 160", "nothing would be learned", "1040", "at least 1040"]),
+    (["--checkpoint", "x.pt"], ["--checkpoint x.pt", "--play", "--resume"]),
+    (["--seed", str(2**63)], [f"--seed {2**63}", f"at most {2**63 - 1}"]),
+    (["--torch-threads", "100000"], ["--torch-threads 100000", "at most", "cores"]),
     (["--utd-ratio", "0"], ["--utd-ratio 0", "positive"]),
     (["--utd-ratio", "nan"], ["--utd-ratio nan", "finite"]),
     (["--n-step", "0"], ["--n-step 0", "at least 1"]),
@@ -537,12 +584,12 @@ def test_command_line(call, tmp_path):
     status, out, lines = call("--resume", "runs/base/last.pt", "--total-timesteps", "320")
     assert status == 0 and "global_step=320" in out
     assert json.loads(Path("runs/base/args.json").read_text())["alpha"] == 0.2
-    status, _, lines = call("--resume", "runs/base/last.pt", "--total-timesteps", "350")
-    assert status == 2 and "nothing would be learned" in lines[0]
-    Path("runs/base/other.pt").write_bytes(b"")
+    status, out, lines = call("--resume", "auto", "--run-name", "base", "--total-timesteps", "350")
+    assert status == 0 and lines == [] and "global_step=320: nothing left to do" in out
     state = saved("base")
     torch.save(state | {"script": "ppo_continuous"}, "runs/base/other.pt")
-    assert "was written by ppo_continuous.py" in call("--play", "--checkpoint", "runs/base/other.pt")[2][0]
+    (line,) = call("--play", "--checkpoint", "runs/base/other.pt")[2]
+    assert line.endswith("was written by ppo_continuous.py, not by sac.py; use ppo_continuous.py")
 
 
 def run_command(argv):

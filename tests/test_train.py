@@ -103,7 +103,7 @@ def test_next_values_at_every_kind_of_end(monkeypatch, tells_final):
     monkeypatch.setattr(ppo, "Agent", lambda *a, **k: agents.append(Agent(*a, **k)) or agents[-1])
 
     def spy(rewards, values, next_values, terminations, dones, gamma, gae_lambda):
-        for t, (before, step) in enumerate(Staggered.last.steps[-len(rewards):]):
+        for t, (before, step) in enumerate(Staggered.last.steps[-len(rewards) :]):
             torch.testing.assert_close(values[t], agents[0].value(before), rtol=1e-4, atol=1e-4)
             cut, going = step.truncations, ~(step.truncations | step.terminations)
             torch.testing.assert_close(next_values[t][going], agents[0].value(step.critic_obs)[going],
@@ -191,6 +191,7 @@ def test_evaluation_does_not_change_training(monkeypatch, deterministic):
 
 def test_same_seed_same_run_other_seed_other_run():
     """H38."""
+
     def numbers(log):
         return {k: v for k, v in log.items() if k != "charts/SPS"}
 
@@ -220,7 +221,8 @@ WITHOUT_EFFECT = {"deterministic"}  # of evaluations only
 ELSEWHERE = set("""
     env_id env_kwargs seed device torch_threads run_name resume track play checkpoint num_episodes total_timesteps
     score_to_win games_to_track save_best_after save_interval eval_interval num_envs num_steps num_minibatches
-""".split())  # options of the run, with tests of their own here or in test_cli, test_resume and test_envs
+    mask_obs
+""".split())  # options of the run, with tests of their own here or in test_cli, test_resume and test_envs  # fmt: skip
 
 
 def test_no_option_is_forgotten():
@@ -400,7 +402,8 @@ def test_best_checkpoint_survives_worse_returns_after_resume():
     train(env_id="Worsening", save_interval=1, games_to_track=40)
     best = Path("runs/run/best.pt").read_bytes()
     state = checkpoint.load("runs/run/best.pt")
-    assert len(state["ranks"][0]["episodes"]["window"]) == 40  # 16 episodes after one iteration do not count
+    # three episodes of each of the 16 envs; the two of the first two iterations do not count
+    assert [len(env) for env in state["ranks"][0]["episodes"]["window"]] == [3] * 16
     train(env_id="Worsening", resume="runs/run/last.pt", total_timesteps=128 * 10, games_to_track=40)
     assert Path("runs/run/best.pt").read_bytes() == best
     assert checkpoint.load("runs/run/last.pt")["best_return"] == state["best_return"]
@@ -419,17 +422,50 @@ def test_save_best_after_and_evaluation_decide_best():
 
 
 def test_window_of_episodes():
-    """H15: lengths 4 and 3, reward 1, then both ending in one step."""
-    stats = EpisodeStats(2, window=3)
+    """H15: lengths 4 and 3, rewards 10 and 1, then both ending in one step; the last two episodes of each env."""
+    stats, rewards = EpisodeStats(2, window=3, world_size=1), torch.tensor([[10.0, 1.0]]).expand(12, 2)
     done = torch.zeros(12, 2, dtype=torch.bool)
     done[3::4, 0] = True
     done[2::3, 1] = True
-    stats.update(torch.ones(5, 2), done[:5])  # across two rollouts
-    assert list(stats.window) == [(3.0, 3), (4.0, 4)]
-    stats.update(torch.ones(7, 2), done[5:])
-    assert stats.episodes == 7 and list(stats.window) == [(3.0, 3), (4.0, 4), (3.0, 3)]
-    assert stats.metrics()["charts/episodic_return"] == pytest.approx(10 / 3) and stats.full
-    assert math.isnan(EpisodeStats(2, 3).metrics()["charts/episodic_return"])
+    stats.update(rewards[:1], done[:1])
+    assert all(math.isnan(stats.metrics()[f"charts/episodic_{what}"]) for what in ("return", "length"))
+    stats.update(rewards[1:7], done[1:7])  # across rollouts
+    assert [list(env) for env in stats.window] == [[(40.0, 4)], [(3.0, 3)] * 2] and not stats.full
+    assert stats.metrics() == {"charts/episodic_return": 46 / 3, "charts/episodic_length": 10 / 3, "charts/episodes": 3}
+    stats.update(rewards[7:], done[7:])
+    assert [list(env) for env in stats.window] == [[(40.0, 4)] * 2, [(3.0, 3)] * 2] and stats.full
+    assert stats.metrics() == {"charts/episodic_return": 21.5, "charts/episodic_length": 3.5, "charts/episodes": 7}
+
+
+@pytest.mark.parametrize("num_envs, window, each", [(1, 99, 99), (64, 100, 2), (64, 64, 1), (64, 65, 2), (512, 1, 1)])
+def test_window_is_a_fair_sample_of_all_envs(num_envs, window, each):
+    """All start together, so the first episodes to end are the shortest; env i takes i + 1 steps and earns as much."""
+    stats, steps = EpisodeStats(num_envs, window, world_size=1), torch.arange(1, each * num_envs + 1)[:, None]
+    done = steps % torch.arange(1, num_envs + 1) == 0
+    for rows in done.split(13):
+        assert not stats.full
+        stats.update(torch.ones(rows.shape), rows)
+    assert stats.full and stats.episodes == done.sum() and [len(env) for env in stats.window] == [each] * num_envs
+    assert stats.metrics()["charts/episodic_return"] == stats.metrics()["charts/episodic_length"] == (num_envs + 1) / 2
+
+
+def test_window_and_running_episodes_continue_only_with_the_envs():
+    """After a restart of all envs the first episodes to end are the short ones again."""
+    stats, ones = EpisodeStats(3, 6, world_size=1), torch.ones(8, 3)
+    stats.update(ones, (torch.arange(1, 9)[:, None] % torch.tensor([2, 3, 3])) == 0)
+    state = stats.state_dict()
+    assert stats.full and stats.episodes == 8 and stats.metrics()["charts/episodic_return"] == pytest.approx(8 / 3)
+    exact, anew = EpisodeStats(3, 6, world_size=1), EpisodeStats(3, 6, world_size=1)
+    exact.load_state_dict(state, running=True)
+    anew.load_state_dict(state, running=False)
+    for stats in (exact, anew):
+        stats.update(ones[:1], torch.tensor([[False, True, False]]))
+        assert stats.episodes == 9
+    assert exact.full and exact.metrics()["charts/episodic_return"] == pytest.approx(16 / 6)  # after its third step
+    assert not anew.full and anew.metrics()["charts/episodic_return"] == 1
+    smaller = EpisodeStats(3, 3, world_size=1)  # --games-to-track may change
+    smaller.load_state_dict(state, running=True)
+    assert [list(env) for env in smaller.window] == [[(2.0, 2)], [(3.0, 3)], [(3.0, 3)]]
 
 
 @pytest.mark.parametrize("num_envs, num_steps, num_minibatches", [(1, 7, 1), (3, 5, 15), (16, 1, 2)])

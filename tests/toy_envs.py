@@ -404,6 +404,25 @@ class Slow(Counter):
         return super().step(action)
 
 
+class Recall(Toy):
+    """Shows a cue, -1 or 1, in the first observation only; `delay` steps later the action must name it (0 or 1)."""
+
+    observation_space = spaces.Box(-1, 1, (2,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, delay: int = 16):
+        super().__init__(length=delay + 1, ending="terminate")
+
+    def observe(self):
+        """The cue, and whether it is asked for now."""
+        if self.t == 0:
+            self.cue = int(self.np_random.integers(2))
+        return np.array([(2 * self.cue - 1) * (self.t == 0), self.t == self.length - 1], np.float32)
+
+    def reward(self, action):
+        return float(self.t == self.length and action == self.cue)
+
+
 for _name, _env in list(globals().items()):
     if isinstance(_env, type) and issubclass(_env, Toy):
         gymnasium.register(f"{'FixedLength' if _env is Toy else _name}-v0", _env)

@@ -374,11 +374,108 @@ class TwoHeadsChoice(Choice):
         return torch.stack([torch.ones(self.num_envs), -3 * torch.ones(self.num_envs)], 1)
 
 
+class Diary(Probe):
+    """Observes a tenth of env, step since the reset and step of the episode, and two random numbers.
+
+    Env i has episodes of 3 + i % 4 steps; those of even envs terminate, those of odd ones are cut. What the env was
+    given and gave is kept: `steps` has observations, mask, actions and Step of each step.
+    """
+
+    obs_dim, tells_final, last = 5, True, None
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.lengths, self.steps = 3 + torch.arange(self.num_envs) % 4, []
+        self.action_space = spaces.Box(np.float32([-1, -2]), np.float32([3, 2]))
+        type(self).last = self
+
+    def observe(self):
+        index = torch.arange(self.num_envs)
+        numbers = torch.stack([index, torch.full_like(index, len(self.steps)), self.t], 1) / 10
+        obs = torch.cat([numbers, torch.randn(self.num_envs, 2, generator=self.generator)], 1)
+        if not self.critic_dim:
+            return obs, obs
+        return obs, torch.cat([numbers[:, 2:], torch.randn(self.num_envs, 3, generator=self.generator)], 1)
+
+    def reward(self, actions):
+        heads = torch.arange(self.num_envs)[:, None] * 3 + len(self.steps) + torch.arange(self.value_size)
+        return torch.sin(heads).squeeze(1)
+
+    def reset(self):
+        self.steps = []
+        return super().reset()
+
+    def step(self, actions):
+        before, mask, rewards = self.current, self.action_mask, self.reward(actions)
+        self.steps.append(None)
+        self.t = self.t + 1
+        done, even, final = self.t >= self.lengths, torch.arange(self.num_envs) % 2 == 0, self.observe()
+        self.t = torch.where(done, 0, self.t)
+        first = self.observe()
+        current = [torch.where(done[:, None], b, a) for a, b in zip(final, first, strict=True)]
+        self.current = current[0], current[1] if self.critic_dim else current[0]
+        finals = final if self.tells_final and (done & ~even).any() else (None, None)
+        step = Step(*self.current, rewards, done & even, done & ~even, *finals)
+        self.steps[-1] = before, mask, actions.clone(), step
+        return step
+
+
+class DiaryChoice(Choice, Diary):
+    """Actions of 3 values."""
+
+
+class DiaryHeads(DiaryChoice):
+    """Three sub-actions under a mask; in every fifth step env 1 allows nothing for the second one."""
+
+    sizes = (2, 3, 4)
+
+    def masks(self):
+        allowed = torch.rand(self.num_envs, 9, generator=self.generator) < 0.6
+        allowed[:, [0, 3, 6]] = True
+        if len(self.steps) % 5 == 4:
+            allowed[1:2, 2:5] = False
+        return allowed
+
+
+class DiaryCritic(DiaryHeads):
+    """The critic has observations of its own, and there are two reward heads."""
+
+    critic_dim, value_size = 4, 2
+
+
+class YesterdayBox(Probe):
+    """From the second of 6 steps on, the best action is half the observation before: worth 0, -1.25 to who forgot."""
+
+    length, terminates, before = 6, True, torch.zeros(())
+
+    def observe(self):
+        obs = torch.randint(0, 2, (self.num_envs, 1), generator=self.generator) * 2.0 - 1
+        return obs, obs
+
+    def reward(self, actions):
+        rewards = self.score(actions) * (self.t > 0)
+        self.before = self.current[0][:, 0]
+        return rewards
+
+    def score(self, actions):
+        return -((actions[:, 0] - 0.5 * self.before) ** 2)
+
+
+class Yesterday(Choice, YesterdayBox):
+    """The same with two actions, for a negative and a positive one: worth 5, 2.5 to who forgot."""
+
+    sizes = (2,)
+
+    def score(self, actions):
+        return (actions == (self.before > 0)).float()
+
+
 PROBES = {
     cls.__name__: cls
     for cls in (ConstantReward, ConstantRewardTerminal, RewardIsObs, DelayedReward, ActionIsObs, Asymmetric, Staggered,
                 Meddler, TwoHeads, Worsening, NanWhenTold, ConstantChoice, ConstantChoiceTerminal, MatchObs, Heads,
-                OneHead, Pictures, SmallPictures, PictureAndVector, NoChoice, Privileged, Clipped, TwoHeadsChoice)
+                OneHead, Pictures, SmallPictures, PictureAndVector, NoChoice, Privileged, Clipped, TwoHeadsChoice,
+                Diary, DiaryChoice, DiaryHeads, DiaryCritic, YesterdayBox, Yesterday)
 }  # fmt: skip
 
 
@@ -386,10 +483,10 @@ PROBES = {
 def probes(monkeypatch, tmp_path):
     """main(Args(env_id="ConstantReward")) trains on the probe of that name, in an empty folder."""
 
-    def make(env_id, num_envs, device, seed, env_kwargs=None, action_bins=0):
+    def make(env_id, num_envs, device, seed, env_kwargs=None, action_bins=0, mask_obs=()):
         return PROBES[env_id](num_envs, device, seed)
 
-    def make_for_episodes(env_id, num_envs, num_episodes, device, seed, env_kwargs, action_bins=0):
+    def make_for_episodes(env_id, num_envs, num_episodes, device, seed, env_kwargs, action_bins=0, mask_obs=()):
         copies = max(n for n in range(1, min(num_envs, num_episodes) + 1) if num_episodes % n == 0)
         return make(env_id, copies, device, seed)
 

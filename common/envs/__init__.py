@@ -2,7 +2,7 @@
 
 import ast
 import difflib
-import importlib
+import importlib.util
 import sys
 from collections.abc import Iterable, Sequence
 from types import ModuleType
@@ -20,27 +20,30 @@ from common.errors import InputError
 ADAPTERS = {
     "envpool": ("common.envs.envpool:EnvpoolVecEnv", "requirements.txt"),
     "gym": ("common.envs.gymnasium:GymnasiumVecEnv", "requirements.txt"),
+    "warp": ("common.envs.warp:WarpVecEnv", "requirements-warp.txt"),
+    "torch": ("common.envs.torch_tasks:TorchVecEnv", "requirements.txt"),
 }
 BACKENDS = tuple(ADAPTERS)
 MINIGRID = ("MiniGrid-", "BabyAI-")  # Gymnasium knows these once their package is imported
 PLANNED = """
-    warp brax playground mjlab isaaclab isaacgym maniskill genesis vmas smax jaxmarl pz magent smac smacv2 torch
+    brax playground mjlab isaaclab isaacgym maniskill genesis vmas smax jaxmarl pz magent smac smacv2
 """.split()
 
 
 def make(
     env_id: str, num_envs: int, device: torch.device, seed: int, env_kwargs: dict[str, Any] | None = None,
-    action_bins: int = 0,
+    action_bins: int = 0, mask_obs: Sequence[int] = (),
 ) -> VecEnv:  # fmt: skip
     """num_envs copies of env_id on device, tensors in and out; says on stderr what a name was taken for.
 
     env_id is `envpool/Ant-v5`, `gym/Ant-v5`, `gym/module:Name-v0`, or a bare name, which is the newest version in
-    envpool or else in Gymnasium: Ant is envpool/Ant-v5. With action_bins, each dimension of continuous actions is cut
-    into that many values. Raises InputError for an unknown name or option, a missing package, or num_envs < 1.
+    envpool or else in Gymnasium: Ant is envpool/Ant-v5, but warp/Ant-v5 on a GPU where that is installed. With
+    action_bins, each dimension of continuous actions is cut into that many values; the entries mask_obs of a vector
+    observation are 0. Raises InputError for an unknown name or option, a missing package, or num_envs < 1.
     """
     if num_envs < 1:
         raise InputError(f"num_envs {num_envs}: must be at least 1")
-    backend, name = resolve(env_id)
+    backend, name = resolve(env_id, device)
     module, class_name = _adapter(backend)
     adapter = getattr(module, class_name)
     envs = adapter(name, num_envs, torch.device(device), seed, dict(env_kwargs or {}))
@@ -48,6 +51,10 @@ def make(
         from common.envs.discretize import DiscretizedVecEnv
 
         envs = DiscretizedVecEnv(envs, action_bins)
+    if mask_obs:
+        from common.envs.mask_obs import MaskedObsVecEnv
+
+        envs = MaskedObsVecEnv(envs, mask_obs)
     what = f"{num_envs} envs, obs {_brief(envs.observation_space)}, actions {_brief(envs.action_space)}"
     print(f"env: {env_id} -> {envs.env_id} ({what})", file=sys.stderr, flush=True)
     return envs
@@ -55,11 +62,12 @@ def make(
 
 def make_for_episodes(
     env_id: str, num_envs: int, num_episodes: int, device: torch.device, seed: int, env_kwargs: Sequence[str],
-    action_bins: int = 0,
+    action_bins: int = 0, mask_obs: Sequence[int] = (),
 ) -> VecEnv:  # fmt: skip
     """Envs for an evaluation: as many copies (at most num_envs) as divide num_episodes, on seeds of their own."""
     copies = max(n for n in range(1, min(num_envs, num_episodes) + 1) if num_episodes % n == 0)
-    return make(env_id, copies, device, derive_seed(seed, 0, 2**31), parse_env_kwargs(env_kwargs), action_bins)
+    kwargs = parse_env_kwargs(env_kwargs)
+    return make(env_id, copies, device, derive_seed(seed, 0, 2**31), kwargs, action_bins, mask_obs)
 
 
 def derive_seed(seed: int, rank: int, stream: int) -> int:
@@ -81,7 +89,7 @@ def parse_env_kwargs(items: Sequence[str]) -> dict[str, Any]:
     return result
 
 
-def resolve(env_id: str) -> tuple[str, str]:
+def resolve(env_id: str, device: torch.device | str = "cpu") -> tuple[str, str]:
     """The backend and its own id for a name. Raises InputError with close matches if nobody has it."""
     prefix, _, rest = env_id.partition("/")
     if ":" in env_id:
@@ -90,6 +98,8 @@ def resolve(env_id: str) -> tuple[str, str]:
     if rest.startswith(MINIGRID) and prefix == "gym" or env_id.startswith(MINIGRID) and not envpool_ids:
         _register_minigrid(env_id)
     gym_ids = list(registry)
+    if torch.device(device).type == "cuda" and (name := newest(env_id, _warp_ids())):
+        return "warp", name
     if env_id in envpool_ids:  # some of its ids have a slash of their own
         return "envpool", env_id
     if rest and prefix == "envpool":
@@ -143,7 +153,10 @@ def _split_version(env_id: str) -> tuple[str, int]:
 def _unknown(env_id: str, name: str, ids: Iterable[str]) -> NoReturn:
     bases = {_split_version(i)[0].lower(): i for i in sorted(ids, key=lambda i: _split_version(i)[1])}
     close = difflib.get_close_matches(_split_version(name)[0].lower(), bases, n=4)
-    hint = f"close names: {', '.join(bases[c] for c in close)}" if close else "`envpool.list_all_envs()` lists many"
+    if close or len(bases) < 20:
+        hint = f"close names: {', '.join(bases[c] for c in close or bases)}"
+    else:
+        hint = "`envpool.list_all_envs()` lists many"
     raise InputError(f"unknown environment {env_id}; {hint}")
 
 
@@ -153,6 +166,13 @@ def _envpool_ids() -> list[str]:
     except ImportError:
         return []
     return list(envpool.list_all_envs())
+
+
+def _warp_ids() -> list[str]:
+    """Tasks of warp/ if it is installed, told from Gymnasium's list, since its import takes seconds."""
+    if importlib.util.find_spec("mujoco_warp") is None:
+        return []
+    return [i for i, spec in registry.items() if "gymnasium.envs.mujoco." in str(spec.entry_point) and "-v5" in i]
 
 
 def _register_minigrid(env_id: str) -> None:

@@ -32,7 +32,8 @@ class Step(NamedTuple):
     truncations: Tensor
     """[N] bool: the episode was cut (time limit); never set together with terminations"""
     final_obs: Observation | None
-    """[N, *O] s_{t+1} of every row, before any reset; None when no row was truncated or the simulator cannot tell"""
+    """[N, *O] s_{t+1} of every row, before any reset; None where the simulator cannot tell, and with some adapters when
+    no row was truncated"""
     final_critic_obs: Observation | None
     """[N, *C] the same for critic_obs"""
     action_mask: Tensor | None = None

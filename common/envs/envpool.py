@@ -52,6 +52,7 @@ class EnvpoolVecEnv(VecEnv):
                     options["max_episode_steps"] = self.time_limit + 1
                 with _heartbeat(f"creating {num_envs} x {name}", num_envs):
                     self.envs = envpool.make(name, env_type="gymnasium", **options)
+                _ = self.envs.observation_space  # made at its first use, and kept: now, not in the first reset
         except (TypeError, ValueError, KeyError, AssertionError, RuntimeError, ImportError) as error:
             if isinstance(error, InputError):
                 raise
