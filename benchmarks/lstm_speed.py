@@ -5,9 +5,9 @@
     python benchmarks/lstm_speed.py --kernels
 
 CartPole without velocities on envpool: 64 envs, 128 steps, 4 minibatches, 4 epochs, one hidden layer of 64 units and
-one LSTM of 64 that policy and value share, one torch thread each. Sequences are the whole rollout, as the peers have
-it; `ours-16` cuts them to 16 steps. Runs take turns as in speed.py. CleanRL is not a package: its file is run as it is,
-with the vector env and the network replaced at run time.
+one LSTM of 64 that policy and value share, one torch thread each (--threads: of the peers). Sequences are the whole
+rollout, as the peers have it; `ours-16` cuts them to 16 steps. Runs take turns as in speed.py. CleanRL is not a
+package: its file is run as it is, with the vector env and the network replaced at run time.
 """
 
 import argparse
@@ -191,15 +191,18 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=12, help="measured wall seconds of each run")
     parser.add_argument("--warmup", type=float, default=4, help="wall seconds dropped after the first line")
     parser.add_argument("--cleanrl", help="path of CleanRL's ppo_atari_lstm.py")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads of the peers; 0: their default")
     parser.add_argument("--kernels", action="store_true", help="the recurrent layers alone")
     parser.add_argument("--run-peer", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    torch.set_num_threads(1)
     if args.kernels:
+        torch.set_num_threads(1)
         return compare_kernels()
+    if args.threads:
+        torch.set_num_threads(args.threads)
     if args.run_peer:
         return run_cleanrl(args.cleanrl) if args.run_peer == "cleanrl" else run_sb3(args.run_peer == "sb3-own")
-    peer = [sys.executable, str(Path(__file__).resolve()), "--run-peer"]
+    peer = [sys.executable, str(Path(__file__).resolve()), "--threads", str(args.threads), "--run-peer"]
     commands = {"ours": own_command(STEPS), "ours-16": own_command(16), "sb3-contrib": [*peer, "sb3"],
                 "sb3-contrib, its own envs": [*peer, "sb3-own"]}  # fmt: skip
     if args.cleanrl:

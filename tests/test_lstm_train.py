@@ -834,6 +834,20 @@ def test_two_ranks_equal_one_with_twice_the_envs(tmp_path, changes):
     assert checkpoint.load(tmp_path / "runs/two/last.pt")["global_step"] == 5 * 2 * ROWS
 
 
+def test_resume_under_two_ranks_is_exact(tmp_path):
+    """Each rank goes on with what it remembers itself."""
+    args = RECURRENT | {"total_timesteps": 4 * 2 * ROWS, "save_interval": 1, "prev_action_reward": True}
+    whole = zygote().run_ranks(tmp_path, "driver:train", args=args | {"run_name": "whole"}, script="ppo_lstm")
+    shutil.copytree(tmp_path / "runs/whole", tmp_path / "runs/halves")
+    (tmp_path / "runs/halves/last.pt").unlink()
+    more = {"run_name": "halves", "resume": f"runs/halves/{3 * 2 * ROWS}.pt"}
+    halves = zygote().run_ranks(tmp_path, "driver:train", args=args | more, script="ppo_lstm")
+    assert all(equal(a["agent"], b["agent"]) for a, b in zip(whole, halves, strict=True))
+    first, second = (checkpoint.load(tmp_path / f"runs/{name}/last.pt")["memory"] for name in ("whole", "halves"))
+    same(first, second)
+    assert len(first) == 2 and not torch.equal(first[0][0], first[1][0])
+
+
 # ---- compilation ----
 
 
