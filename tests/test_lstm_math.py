@@ -190,8 +190,8 @@ def test_one_step_is_the_cells_step(rnn, layers):
 def test_outputs_are_the_same_with_and_without_gradients():
     """To the bit, or the ratio of equal weights were not 1."""
     for rnn in ("lstm", "gru"):
-        net = RNN(16, 32, replace(SMALL, rnn=rnn))
-        x, state, starts = torch.randn(8 * 16, 16), torch.randn(16, net.state_size), torch.rand(8 * 16) < 0.2
+        net = RNN(64, 64, replace(SMALL, rnn=rnn))
+        x, state, starts = torch.randn(16 * 16, 64), torch.randn(16, net.state_size), torch.rand(16 * 16) < 0.2
         with torch.no_grad():
             without = net(x, state, starts)[0]
         assert torch.equal(without, net(x, state, starts)[0])
