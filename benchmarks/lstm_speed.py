@@ -143,9 +143,9 @@ def run_sb3(args: argparse.Namespace, make_envs: Callable) -> None:
 
     network = {"features_extractor_class": Hidden, "net_arch": [], "lstm_hidden_size": args.size, "n_lstm_layers": 1,
                "shared_lstm": True, "enable_critic_lstm": False}  # fmt: skip
-    model = RecurrentPPO("MlpLstmPolicy", VecMonitor(make_envs()), n_steps=STEPS, n_epochs=EPOCHS, policy_kwargs=network,
+    model = RecurrentPPO("MlpLstmPolicy", VecMonitor(make_envs()), n_steps=STEPS, n_epochs=EPOCHS,
                          batch_size=ENVS * STEPS // MINIBATCHES, learning_rate=args.learning_rate,
-                         device="cpu")  # fmt: skip
+                         policy_kwargs=network, device="cpu")  # fmt: skip
     model.learn(10**9, callback=Progress())
 
 
@@ -174,12 +174,12 @@ def run_cleanrl(args: argparse.Namespace) -> None:
     exec(compile(source, path, "exec"), module.__dict__)
 
 
-def recurrent_layers(L: int, S: int, H: int) -> dict[str, Callable[[], object]]:
-    """Forward and backward of one LSTM over L steps of S sequences, an episode starting in 1 % of the rows."""
+def recurrent_layers(L: int, S: int, H: int, resets: float) -> dict[str, Callable[[], object]]:
+    """Forward and backward of one LSTM over L steps of S sequences; episodes start in a share `resets` of the rows."""
     from ppo_lstm import RNN, Args
 
     rnn, plain = RNN(H, H, Args(rnn="lstm")), nn.LSTM(H, H)
-    x, state, starts = torch.randn(L * S, H), torch.zeros(S, rnn.state_size), torch.rand(L, S) < 0.01
+    x, state, starts = torch.randn(L * S, H), torch.zeros(S, rnn.state_size), torch.rand(L, S) < resets
     parameters = list(rnn.parameters())
 
     def loop():
@@ -192,16 +192,16 @@ def recurrent_layers(L: int, S: int, H: int) -> dict[str, Callable[[], object]]:
         return torch.autograd.grad(plain(x.view(L, S, H))[0].sum(), list(plain.parameters()))
 
     return {"loop": loop, "compiled loop": torch.compile(loop, fullgraph=True, dynamic=False), "fused": fused,
-            "fused, ignoring resets (wrong)": without_resets}  # fmt: skip
+            "without resets (wrong)": without_resets}  # fmt: skip
 
 
-def compare_kernels(rounds: int) -> None:
+def compare_kernels(rounds: int, resets: float) -> None:
     """CPU milliseconds of a call, median and range of turns of 10 calls."""
     torch._dynamo.config.trace_autograd_ops = True
-    print("| steps x sequences x units | compiling, s | loop | compiled loop | fused | fused, ignoring resets (wrong) |")
+    print("| steps x sequences x units | compiling, s | loop | compiled loop | fused | without resets (wrong) |")
     print("|---|---|---|---|---|---|")
     for shape in SHAPES:
-        ways, compiling = recurrent_layers(*shape), 0.0
+        ways, compiling = recurrent_layers(*shape, resets), 0.0
         for name, call in ways.items():
             start = time.perf_counter()
             call(), call()
@@ -236,8 +236,8 @@ def compare_runs(args: argparse.Namespace) -> None:
             results[name].append(measure(commands[name], args.warmup, args.seconds, log))
             shown = " ".join(f"{key}={value:.2f}" for key, value in results[name][-1].items())
             print(f"round {number} {name}: {shown}", flush=True)
-    print(f"\n{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}, LSTM of {args.size}, learning rate "
-          f"{args.learning_rate}, {args.rounds} rounds of {args.seconds:.0f} s; ratios are per CPU second")  # fmt: skip
+    print(f"\n{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}, LSTM of {args.size}, "
+          f"learning rate {args.learning_rate}, {args.rounds} rounds of {args.seconds:.0f} s; ratios by CPU seconds")  # fmt: skip
     print("| | steps/s | steps per CPU s | min-max |" + "".join(f" {name} is faster by | min-max |" for name in own))
     print("|---" * (4 + 2 * len(own)) + "|")
     for name, rows in results.items():
@@ -259,14 +259,15 @@ def main() -> None:
     parser.add_argument("--cleanrl", help="path of CleanRL's ppo_atari_lstm.py")
     parser.add_argument("--only", nargs="*", help="names of competitors")
     parser.add_argument("--threads", type=int, default=1, help="torch threads of the peers; 0: their default")
-    parser.add_argument("--flags", nargs="*", default=[], metavar="NAME=FLAGS", help="another row of ours, beside ours-16")
+    parser.add_argument("--flags", nargs="*", default=[], metavar="NAME=FLAGS", help="another ours-16")
     parser.add_argument("--kernels", action="store_true", help="the recurrent layers alone")
+    parser.add_argument("--resets", type=float, default=0.01, help="share of rows where an episode starts in --kernels")
     parser.add_argument("--run-peer", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.run_peer or args.kernels:
         torch.set_num_threads(args.threads or torch.get_num_threads())
     if args.kernels:
-        return compare_kernels(args.rounds)
+        return compare_kernels(args.rounds, args.resets)
     if args.run_peer == "cleanrl":
         return run_cleanrl(args)
     if args.run_peer:
