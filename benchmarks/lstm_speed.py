@@ -237,7 +237,8 @@ def compare_runs(args: argparse.Namespace) -> None:
             shown = " ".join(f"{key}={value:.2f}" for key, value in results[name][-1].items())
             print(f"round {number} {name}: {shown}", flush=True)
     print(f"\n{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}, LSTM of {args.size}, "
-          f"learning rate {args.learning_rate}, {args.rounds} rounds of {args.seconds:.0f} s; ratios by CPU seconds")  # fmt: skip
+          f"learning rate {args.learning_rate}, {args.rounds} rounds of {args.seconds:.0f} s; "
+          "ratios by CPU seconds")  # fmt: skip
     print("| | steps/s | steps per CPU s | min-max |" + "".join(f" {name} is faster by | min-max |" for name in own))
     print("|---" * (4 + 2 * len(own)) + "|")
     for name, rows in results.items():
