@@ -173,12 +173,13 @@ class EpisodeStats:
         self.window: list[deque[tuple[float, int]]] = [deque(maxlen=size) for _ in range(num_envs)]
         self.capacity, self.count, self.sums, self.episodes = size * num_envs * world_size, 0, (0.0, 0), 0
 
-    def update(self, rewards: Tensor, dones: Tensor) -> None:
-        """Count a rollout: raw rewards and dones [T, N]. Reads them on the host, so call it once an iteration."""
+    def update(self, rewards: Tensor, dones: Tensor, valid: Tensor | None = None) -> None:
+        """Count a rollout, [T, N]; rows that are not valid have no length. Reads on the host: once an iteration."""
         rewards, dones, finished = rewards.double().cpu(), dones.cpu(), 0
+        steps = torch.ones_like(dones, dtype=torch.int64) if valid is None else valid.long().cpu()
         for t, any_done in enumerate(dones.any(1).tolist()):
             self.returns += rewards[t]
-            self.lengths += 1
+            self.lengths += steps[t]
             if any_done:
                 ids = dones[t].nonzero().flatten()
                 ended = zip(self.returns[ids].tolist(), self.lengths[ids].tolist(), strict=True)

@@ -79,8 +79,9 @@ class Run:
 
     def _evaluation_envs(self) -> VecEnv:
         if self.evaluation_envs is None:
-            args, names = self.args, ("action_bins", "mask_obs")
+            args, names = self.args, ("action_bins", "mask_obs", "frame_stack")
             options = {name: getattr(args, name) for name in names if getattr(args, name, None)}
+            options |= {"multi_agent": True} if hasattr(self.envs, "num_agents") else {}
             self.evaluation_envs = vecenvs.make_for_episodes(
                 args.env_id, args.num_envs, args.num_episodes, self.envs.device, args.seed, args.env_kwargs, **options
             )

@@ -14,6 +14,7 @@ from gymnasium import Space, spaces
 from gymnasium.envs.registration import registry  # the name gymnasium is taken here, by the adapter
 
 from common.envs.base import VecEnv
+from common.envs.multiagent import FrameStackVecEnv, MultiAgentVecEnv
 from common.errors import InputError
 
 # prefix: the adapter, and what installs its packages. Every adapter but envpool's and Gymnasium's has a `task_ids()`.
@@ -22,30 +23,40 @@ ADAPTERS = {
     "gym": ("common.envs.gymnasium:GymnasiumVecEnv", "requirements.txt"),
     "warp": ("common.envs.warp:WarpVecEnv", "requirements-warp.txt"),
     "torch": ("common.envs.torch_tasks:TorchVecEnv", "requirements.txt"),
+    "vmas": ("common.envs.vmas:VmasVecEnv", "requirements-marl.txt"),
+    "pz": ("common.envs.pettingzoo:PettingZooVecEnv", "requirements-marl.txt"),
+    "smac": ("common.envs.smac:SmacVecEnv", "requirements-smac.txt"),
+    "smacv2": ("common.envs.smacv2:Smacv2VecEnv", "requirements-smac.txt"),
 }
 BACKENDS = tuple(ADAPTERS)
+ADAPTERS["envpool multi-agent"] = ("common.envs.envpool_multiplayer:EnvpoolMultiplayerVecEnv", "requirements.txt")
 MINIGRID = ("MiniGrid-", "BabyAI-")  # Gymnasium knows these once their package is imported
 PLANNED = """
-    brax playground mjlab isaaclab isaacgym maniskill genesis vmas smax jaxmarl pz magent smac smacv2
+    brax playground mjlab isaaclab isaacgym maniskill genesis smax jaxmarl magent
 """.split()
 
 
 def make(
     env_id: str, num_envs: int, device: torch.device, seed: int, env_kwargs: dict[str, Any] | None = None,
-    action_bins: int = 0, mask_obs: Sequence[int] = (),
+    action_bins: int = 0, mask_obs: Sequence[int] = (), multi_agent: bool = False, frame_stack: int = 1,
 ) -> VecEnv:  # fmt: skip
     """num_envs copies of env_id on device, tensors in and out; says on stderr what a name was taken for.
 
-    env_id is `envpool/Ant-v5`, `gym/Ant-v5`, `gym/module:Name-v0`, or a bare name, which is the newest version in
+    env_id is `envpool/Ant-v5`, `gym/module:Name-v0`, `pz/module:function`, or a bare name, the newest version of it in
     envpool or else in Gymnasium: Ant is envpool/Ant-v5, but warp/Ant-v5 on a GPU where that is installed. With
     action_bins, each dimension of continuous actions is cut into that many values; the entries mask_obs of a vector
-    observation are 0. Raises InputError for an unknown name or option, a missing package, or num_envs < 1.
+    observation are 0. A MultiAgentVecEnv is made where multi_agent says so, with the last frame_stack observations of
+    each agent as one. Raises InputError for an unknown name or option, a missing package, a task with another number of
+    agents (one or several), or num_envs < 1.
     """
     if num_envs < 1:
         raise InputError(f"num_envs {num_envs}: must be at least 1")
     backend, name = resolve(env_id, device)
-    module, class_name = _adapter(backend)
+    module, class_name = _adapter(f"{backend} multi-agent" if backend == "envpool" and multi_agent else backend)
     adapter = getattr(module, class_name)
+    if issubclass(adapter, MultiAgentVecEnv) != multi_agent:
+        one, several = "one agent: use ppo_continuous.py or ppo_discrete.py", "several agents: use ppo_multiagent.py"
+        raise InputError(f"{backend}/{name} has {one if multi_agent else several}")
     envs = adapter(name, num_envs, torch.device(device), seed, dict(env_kwargs or {}))
     if action_bins:
         from common.envs.discretize import DiscretizedVecEnv
@@ -55,19 +66,25 @@ def make(
         from common.envs.mask_obs import MaskedObsVecEnv
 
         envs = MaskedObsVecEnv(envs, mask_obs)
-    what = f"{num_envs} envs, obs {_brief(envs.observation_space)}, actions {_brief(envs.action_space)}"
+    if frame_stack > 1:
+        envs = FrameStackVecEnv(envs, frame_stack)
+    agents = f" of {envs.num_agents} agents" if multi_agent else ""
+    what = f"{num_envs} envs{agents}, obs {_brief(envs.observation_space)}, actions {_brief(envs.action_space)}"
     print(f"env: {env_id} -> {envs.env_id} ({what})", file=sys.stderr, flush=True)
     return envs
 
 
 def make_for_episodes(
     env_id: str, num_envs: int, num_episodes: int, device: torch.device, seed: int, env_kwargs: Sequence[str],
-    action_bins: int = 0, mask_obs: Sequence[int] = (),
+    action_bins: int = 0, mask_obs: Sequence[int] = (), **options: Any,
 ) -> VecEnv:  # fmt: skip
-    """Envs for an evaluation: as many copies (at most num_envs) as divide num_episodes, on seeds of their own."""
+    """Envs for an evaluation: as many copies (at most num_envs) as divide num_episodes, on seeds of their own.
+
+    options: further ones of `make`.
+    """
     copies = max(n for n in range(1, min(num_envs, num_episodes) + 1) if num_episodes % n == 0)
     kwargs = parse_env_kwargs(env_kwargs)
-    return make(env_id, copies, device, derive_seed(seed, 0, 2**31), kwargs, action_bins, mask_obs)
+    return make(env_id, copies, device, derive_seed(seed, 0, 2**31), kwargs, action_bins, mask_obs, **options)
 
 
 def derive_seed(seed: int, rank: int, stream: int) -> int:
@@ -93,7 +110,7 @@ def resolve(env_id: str, device: torch.device | str = "cpu") -> tuple[str, str]:
     """The backend and its own id for a name. Raises InputError with close matches if nobody has it."""
     prefix, _, rest = env_id.partition("/")
     if ":" in env_id:
-        return "gym", env_id.removeprefix("gym/")
+        return ("pz", rest) if prefix == "pz" else ("gym", env_id.removeprefix("gym/"))
     envpool_ids = _envpool_ids()
     if rest.startswith(MINIGRID) and prefix == "gym" or env_id.startswith(MINIGRID) and not envpool_ids:
         _register_minigrid(env_id)

@@ -45,7 +45,7 @@ class EnvpoolVecEnv(VecEnv):
                     options["use_combined_action"] = True
                     spec = envpool.make_spec(name, **options)
                 if spec.config.max_num_players > 1:
-                    raise InputError(f"{self.env_id} has several players, which is not supported by this script yet")
+                    raise InputError(f"{self.env_id} has several players: use ppo_multiagent.py")
                 self._read_spec(spec)
                 self.time_limit = self._own_time_limit(name)
                 if self.time_limit:
