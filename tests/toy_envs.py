@@ -427,3 +427,79 @@ for _name, _env in list(globals().items()):
     if isinstance(_env, type) and issubclass(_env, Toy):
         gymnasium.register(f"{'FixedLength' if _env is Toy else _name}-v0", _env)
 gymnasium.register("ConstantReward-v0", Toy)
+
+
+class Trio:
+    """Of PettingZoo's parallel API: agents a, b and c, all of whose numbers tell env, agent, episode and time.
+
+    Agent g of the env seeded with i sees 100 i + 10 g + t and the episode, and earns 100 i + 10 g + the sum of its
+    action. It leaves after leaves[g] steps (0: never), c joins after `joins`; the episode ends after `length`. padded:
+    the spaces grow with g. mask: in "info" or in a "dict" observation, value (t + g) % 3 is forbidden. keeps: who has
+    left is still named in `agents`.
+    """
+
+    possible_agents = ["a", "b", "c"]
+
+    def __init__(self, length=5, ending="truncate", leaves=(0, 0, 0), leaving="terminate", joins=0, padded=False,
+                 mask="", action="Discrete", state=True, keeps=False):  # fmt: skip
+        self.length, self.ending, self.leaves, self.leaving, self.joins = length, ending, leaves, leaving, joins
+        self.padded, self.mask, self.action, self.keeps = padded, mask, action, keeps
+        if state:
+            vector = spaces.Box(-np.inf, np.inf, (3,), np.float32)
+            self.state_space = spaces.Box(0, 255, (8, 8, 3), np.uint8) if state == "image" else vector
+
+    def observation_space(self, agent):
+        box = spaces.Box(-np.inf, np.inf, (2 + self.padded * self.possible_agents.index(agent),), np.float32)
+        masks = spaces.Box(0, 1, (3,), np.int8)
+        return spaces.Dict({"observation": box, "action_mask": masks}) if self.mask == "dict" else box
+
+    def action_space(self, agent):
+        size = 3 + self.padded * self.possible_agents.index(agent)
+        if self.action == "Box":
+            return spaces.Box(-1, 1, (size - 2,), np.float32)
+        return spaces.Discrete(size) if self.action == "Discrete" else spaces.MultiDiscrete([size, 2])
+
+    def reset(self, seed=None, options=None):
+        self.index, self.episode = (self.index, self.episode + 1) if seed is None else (seed, 0)
+        self.t = 0
+        self.agents = [agent for agent in self.possible_agents if agent != "c" or not self.joins]
+        return self.look(self.agents)
+
+    def look(self, agents):
+        obs, infos = {}, {}
+        for agent in agents:
+            g = self.possible_agents.index(agent)
+            row = [100 * self.index + 10 * g + self.t, self.episode] + [7.0] * (self.padded * g)
+            mask = np.arange(3) != (self.t + g) % 3
+            obs[agent] = np.array(row, np.float32)
+            infos[agent] = {"action_mask": mask.astype(np.int8)} if self.mask == "info" else {}
+            infos[agent] = {"action_mask": mask[:2]} if self.mask == "short" else infos[agent]
+            obs[agent] = {"observation": obs[agent], "action_mask": mask} if self.mask == "dict" else obs[agent]
+        return obs, infos
+
+    def step(self, actions):
+        assert list(actions) == self.agents, (actions, self.agents)
+        self.t += 1
+        acted, rewards = list(self.agents), {}
+        for agent in acted:
+            assert self.action_space(agent).contains(actions[agent]), actions[agent]
+            rewards[agent] = 100 * self.index + 10 * self.possible_agents.index(agent) + np.sum(actions[agent])
+        over = self.t >= self.length
+        gone = {x: self.t == self.leaves[self.possible_agents.index(x)] for x in acted}
+        ends, cut = (self.ending in (x, "both") and over for x in ("terminate", "truncate"))
+        terminated = {x: bool(ends or gone[x] and self.leaving == "terminate") for x in acted}
+        truncated = {x: bool(cut or gone[x] and self.leaving == "truncate") for x in acted}
+        obs, infos = self.look(acted)
+        self.agents = [x for x in acted if self.keeps or not (terminated[x] or truncated[x])]
+        if self.t == self.joins and self.agents:
+            self.agents.append("c")
+            more = self.look(["c"])
+            obs, infos = obs | more[0], infos | more[1]
+        return obs, rewards, terminated, truncated, infos
+
+    def state(self):
+        assert self.agents or self.ending != "terminate", "asked for the state of an episode that has ended"
+        return np.array([self.index, self.t, self.episode], np.float32)
+
+    def close(self):
+        pass
