@@ -127,9 +127,9 @@ PATTERNS = {  # starts of episodes as (step, sequence), of L = 8 steps and S seq
 
 @pytest.fixture(params=["fused", "loop"])
 def path(request, monkeypatch):
-    """Both ways through RNN.forward: torch's kernel, and the loop that is compiled or runs on a GPU."""
+    """Both ways through RNN.forward: torch's kernel, and the loop of a GPU."""
     if request.param == "loop":
-        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+        monkeypatch.setattr(RNN, "forward", lambda net, x, state, at: net.loop(x, state, at.view(-1, len(state))))
     return request.param
 
 
@@ -195,6 +195,32 @@ def test_outputs_are_the_same_with_and_without_gradients():
         with torch.no_grad():
             without = net(x, state, starts)[0]
         assert torch.equal(without, net(x, state, starts)[0])
+
+
+@pytest.mark.parametrize("rnn", ["lstm", "gru"])
+def test_output_of_a_sequence_does_not_depend_on_its_company(rnn):
+    """To the bit: the old policy is of other minibatches than the loss."""
+    net = RNN(64, 64, replace(SMALL, rnn=rnn))
+    x, state, starts = torch.randn(32, 24, 64), torch.randn(24, net.state_size), torch.rand(32, 24) < 0.05
+    starts[:, 5] = False
+    together = net(x.flatten(0, 1), state, starts.flatten())[0].view(32, 24, 64)
+    for company in ([5], [5, 6], [7, 5, 0], [*range(3, 9)], [23, 22, 5, 20, 19, 18, 17, 16, 15, 14]):
+        alone = net(x[:, company].flatten(0, 1), state[company], starts[:, company].flatten())[0]
+        assert torch.equal(alone.view(32, -1, 64), together[:, company])
+
+
+def test_less_than_half_of_the_kernels_rows_are_padding(monkeypatch):
+    """Or one long episode would make all the short ones as slow as itself; in few calls, one where nothing resets."""
+    net, lstm, sizes = RNN(5, 6, replace(SMALL, rnn="lstm")), torch.lstm, []
+    monkeypatch.setattr(torch, "lstm", lambda x, *rest: sizes.append(x.shape[0] * x.shape[1]) or lstm(x, *rest))
+    for share, calls, most in ((0.0, 1, 1), (0.02, 2, 2), (0.2, 3, 2), (1.0, 1, 1)):
+        starts = torch.rand(64, 16) < share
+        starts[:, 0] &= share == 1
+        sizes.clear()
+        net(torch.randn(64 * 16, 5), torch.zeros(16, net.state_size), starts.flatten())
+        assert len(sizes) >= calls and sum(sizes) <= most * 64 * 16 + 7 * 64  # a call has at least 8 columns
+        assert len(sizes) <= (16 + int(starts[1:].sum())).bit_length()
+        assert share not in (0, 1) or len(sizes) == 1 and sum(sizes) == 64 * 16
 
 
 def test_first_weights_remember_over_one_to_seq_length_steps():
