@@ -51,7 +51,7 @@ OBS_CLIP = 10.0  # standard deviations
 MAX_EVAL_LENGTH = 200_000  # steps of one episode, beyond which an evaluation gives up
 RANDOM = 0  # slot of a pool
 ELO_K = 16.0
-SNAPSHOT_GAMES = 2000  # last games on which it is decided that the pool is beaten
+SNAPSHOT_GAMES = 20_000  # last games on which it is decided that the pool is beaten; so copies are not too alike
 SCORE_GAMES = 100  # games over which the score against one opponent is averaged
 FORBIDDEN = -1e30  # logit of an action that is not allowed: its probability is exactly 0, and 0 * FORBIDDEN is finite
 

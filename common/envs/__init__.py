@@ -25,6 +25,8 @@ ADAPTERS = {
     "torch": ("common.envs.torch_tasks:TorchVecEnv", "requirements.txt"),
     "vmas": ("common.envs.vmas:VmasVecEnv", "requirements-marl.txt"),
     "pz": ("common.envs.pettingzoo:PettingZooVecEnv", "requirements-marl.txt"),
+    "smax": ("common.envs.smax:SmaxVecEnv", "requirements-jaxmarl.txt"),
+    "jaxmarl": ("common.envs.jaxmarl:JaxMarlVecEnv", "requirements-jaxmarl.txt"),
     "smac": ("common.envs.smac:SmacVecEnv", "requirements-smac.txt"),
     "smacv2": ("common.envs.smacv2:Smacv2VecEnv", "requirements-smac.txt"),
 }
@@ -32,7 +34,7 @@ BACKENDS = tuple(ADAPTERS)
 ADAPTERS["envpool multi-agent"] = ("common.envs.envpool_multiplayer:EnvpoolMultiplayerVecEnv", "requirements.txt")
 MINIGRID = ("MiniGrid-", "BabyAI-")  # Gymnasium knows these once their package is imported
 PLANNED = """
-    brax playground mjlab isaaclab isaacgym maniskill genesis smax jaxmarl magent
+    brax playground mjlab isaaclab isaacgym maniskill genesis magent
 """.split()
 
 
