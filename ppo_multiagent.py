@@ -216,6 +216,8 @@ class Args:
             raise InputError("--team-value: one value for all agents is that of a central critic; add --central-critic")
         if self.opponent != "random" and not self.self_play:
             raise InputError(f"--opponent {self.opponent}: there are opponents in self-play only; add --self-play")
+        if self.opponent not in ("random", "pool", "human") and not Path(self.opponent).is_file():
+            raise InputError(f"--opponent {self.opponent}: is neither random, pool, human nor a checkpoint's path")
         if self.opponent == "human" and not self.play:
             raise InputError("--opponent human: somebody can play against a checkpoint, by --play, not in training")
         for name, sizes in (("", self.hidden_sizes), ("critic-", self.critic_hidden_sizes)):
@@ -597,7 +599,9 @@ def with_opponent(envs: MultiAgentVecEnv, agent: Agent, pool: Pool | None, args:
     elif args.opponent == "human":
         opponent = Human(envs)
     else:
-        opponent = Pool(load_agent(args.opponent, envs.device)[0].policy, args, 0)
+        other, state = load_agent(args.opponent, envs.device)
+        checkpoint.check_compatible(args.opponent, state, args, envs.env_id, {}, ())
+        opponent = Pool(other.policy, args, 0)
     return SelfPlayVecEnv(envs, opponent)
 
 
@@ -816,7 +820,7 @@ def evaluate(agent: Agent, envs: MultiAgentVecEnv, num_episodes: int, determinis
     result |= {} if np.isnan(won).any() else {"win_rate": won.mean()}
     if isinstance(envs, SelfPlayVecEnv):
         seats = np.add.outer(np.arange(envs.num_envs), np.arange(per_env)).ravel() % 2
-        for seat, (name, sign) in itertools.product((0, 1), (("won", 1), ("drawn", 0), ("lost", -1))):
+        for seat, (name, sign) in itertools.product(set(seats.tolist()), (("won", 1), ("drawn", 0), ("lost", -1))):
             result[f"seat_{seat}_{name}"] = (np.sign(returns[seats == seat]) == sign).mean()
     return {k: float(v) for k, v in result.items()} | {"episodes": len(returns), "steps": int(lengths.sum())}
 

@@ -616,6 +616,8 @@ def test_a_human_can_play(monkeypatch, capsys):
     human = Human(envs)
     mask = torch.tensor([[[True, True, False]]])
     assert human.act(torch.tensor([[[1.0, 0, 0, 1, 5]]]), mask, human.draw(1)).tolist() == [[1]]
+    waiting = torch.zeros(1, 1, 3, dtype=torch.bool)
+    assert human.act(torch.zeros(1, 1, 5), waiting, human.draw(1)).tolist() == [[0]]  # is not asked
     out = capsys.readouterr().out
     assert "X O" in out and out.count("not allowed") == 2
 
@@ -639,6 +641,7 @@ def test_a_human_can_play(monkeypatch, capsys):
         ({"team_value": True}, "--central-critic"),
         ({"opponent": "pool"}, "--self-play"),
         ({"self_play": True, "opponent": "human"}, "--play"),
+        ({"self_play": True, "opponent": "nobody.pt"}, "nobody.pt"),
         ({"num_minibatches": 5}, "num_envs*num_steps"),
         ({"pool_size": 0}, "--pool-size"),
         ({"opponent_noise": 1.5}, "--opponent-noise"),
@@ -663,6 +666,36 @@ def test_network_of_a_checkpoint_cannot_change():
     train(2, env_id="toy/Duel", self_play=True, run_name="duel")
     with pytest.raises(InputError, match="--self-play"):
         ppo.main(ppo.Args(**BASE | {"env_id": "toy/Duel", "play": True, "checkpoint": "runs/duel/last.pt"}))
+
+
+def test_the_opponent_is_asked_in_its_turn_only(monkeypatch, capsys):
+    """A whole game of TicTacToe against a human who takes the first free cell: no question while the policy moves."""
+    monkeypatch.undo()
+    asked = []
+
+    def first_free(prompt):
+        allowed = prompt.split("one of ")[1].rstrip(": ").split()
+        asked.append(len(allowed))
+        return allowed[0]
+
+    monkeypatch.setattr("builtins.input", first_free)
+    agent_args = {"self_play": True, "hidden_sizes": (8,), "num_envs": 1, "device": "cpu", "torch_threads": 1}
+    envs = vecenvs.make("envpool/TicTacToe-v1", 1, torch.device("cpu"), 0, multi_agent=True)
+    agent = ppo.Agent(ppo.Args(**agent_args), **ppo.agent_kwargs(SelfPlayVecEnv(envs)))
+    game = ppo.with_opponent(envs, agent, True, ppo.Args(**agent_args, play=True, checkpoint="x", opponent="human"))
+    result = ppo.evaluate(agent, game, 2, True)
+    second, first = asked[: asked.index(9)], asked[asked.index(9) :]  # sides swap: it moves first in the second game
+    assert result["episodes"] == 2 and {n % 2 for n in second} == {0} and {n % 2 for n in first} == {1}
+    assert second == sorted(second, reverse=True) and first == sorted(first, reverse=True)
+    assert capsys.readouterr().out.count(". . .") > 0
+
+
+def test_an_opponent_of_another_game_is_refused():
+    train(2)
+    train(2, env_id="toy/Duel", self_play=True, run_name="duel")
+    args = BASE | {"env_id": "toy/Duel", "self_play": True, "play": True, "checkpoint": "runs/duel/last.pt"}
+    with pytest.raises(InputError, match="toy/Squad"):
+        ppo.main(ppo.Args(**args, opponent="runs/run/last.pt"))
 
 
 def test_log_has_every_agent(monkeypatch):

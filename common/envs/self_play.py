@@ -21,7 +21,10 @@ class Opponent(Protocol):
         """Names [count] of the opponents in the next `count` games."""
 
     def act(self, obs: Tensor, action_mask: Tensor | None, who: Tensor) -> Tensor:
-        """Actions, as step takes them, of the opponents who [N] for obs [N, H, O] and a mask [N, H, K]."""
+        """Actions, as step takes them, of the opponents who [N] for obs [N, H, O] and a mask [N, H, K].
+
+        While it is not their turn the mask allows nothing, and what they do is ignored.
+        """
 
 
 class SelfPlayVecEnv:
@@ -66,7 +69,10 @@ class SelfPlayVecEnv:
 
     def step(self, actions: Tensor) -> MultiAgentStep:
         side, other, who = self.side, 1 - self.side, self.who
-        theirs = self.opponent.act(self._of(self.obs, other), self._of(self.envs.action_mask, other), who)
+        mask = self._of(self.envs.action_mask, other)
+        if mask is not None and self.envs.acting is not None:
+            mask = mask & self._of(self.envs.acting & self.envs.alive, other)[..., None]
+        theirs = self.opponent.act(self._of(self.obs, other), mask, who)
         joint = actions.new_zeros(self.num_envs, self.envs.num_agents, *actions.shape[2:])
         joint[self.rows, self.sides[side]], joint[self.rows, self.sides[other]] = actions, theirs
         step = self.envs.step(joint)
@@ -114,6 +120,8 @@ class Human:
 
     def act(self, obs: Tensor, action_mask: Tensor | None, who: Tensor) -> Tensor:
         """Show the board and ask until the move is allowed. Raises InputError where the input ends."""
+        if action_mask is not None and not action_mask.any():
+            return torch.zeros_like(who)[:, None]
         if self.shape and len(self.shape) == 3 and self.shape[2] >= 2:
             planes = obs.flatten()[: math.prod(self.shape)].view(self.shape).cpu()
             for own, theirs in zip(planes[..., 0].tolist(), planes[..., 1].tolist(), strict=True):
