@@ -60,6 +60,9 @@ def run_benchmarl(num_envs: int, central: bool) -> None:
             report(self.frames)  # the updates of the batches before are done
             self.frames += batch.numel()
 
+        def __reduce__(self):  # BenchMARL pickles it beside its results
+            return object, ()
+
     config = ExperimentConfig.get_from_yaml()
     config.sampling_device = config.train_device = config.buffer_device = "cpu"
     config.on_policy_collected_frames_per_batch = num_envs * STEPS
