@@ -521,7 +521,7 @@ class Pool:
             action_mask = torch.ones(*obs.shape[:-1], head.mask_size, dtype=torch.bool, device=device)
         who = torch.where(torch.rand(N, device=device) < self.noise, RANDOM, who)
         # Each opponent's rows side by side, in a table as wide as the most of them; on a GPU, that is not asked for.
-        counts, (who, order) = torch.bincount(who, minlength=S), who.sort(stable=True)
+        counts, (who, order) = (who == torch.arange(S, device=device)[:, None]).sum(1), who.sort(stable=True)
         place = torch.arange(N, device=device) - (counts.cumsum(0) - counts)[who]
         table = torch.zeros(S, N if device.type == "cuda" else int(counts.max()), dtype=torch.int64, device=device)
         table[who, place] = order
