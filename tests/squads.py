@@ -110,14 +110,14 @@ class Known(MultiAgentVecEnv):
 class Duel(MultiAgentVecEnv):
     """Two teams of `size` agents in turn: who adds more over `rounds` rounds of 0, 1 or 2 wins what it is ahead.
 
-    Team 0 acts in even steps. After an episode comes one row in which nobody lives, as in envpool.
+    Team 0 acts in even steps. After an episode comes one row in which nobody lives, as in envpool, and earns junk.
     """
 
     zero_sum = True
 
-    def __init__(self, num_envs, size=1, rounds=2, exact=True):
+    def __init__(self, num_envs, size=1, rounds=2, exact=True, junk=0.0):
         self.env_id, self.num_envs, self.device = "toy/Duel", num_envs, torch.device("cpu")
-        self.num_agents, self.rounds, self.exact = 2 * size, rounds, exact
+        self.num_agents, self.rounds, self.exact, self.junk = 2 * size, rounds, exact, junk
         self.teams = tuple(g % 2 for g in range(2 * size))
         self.observation_space = spaces.Box(-np.inf, np.inf, (4,), np.float32)
         self.action_space = spaces.Discrete(3)
@@ -140,6 +140,7 @@ class Duel(MultiAgentVecEnv):
         self.ahead = torch.where(filler, 0.0, self.ahead + (moved * torch.where(team == 0, 1, -1)).sum(1))
         ends = self.t + 1 == 2 * self.rounds
         rewards = torch.where(ends[:, None], torch.where(team == 0, 1, -1) * self.ahead[:, None], 0.0)
+        rewards = torch.where(filler[:, None], self.junk, rewards)
         before = self.alive
         self.t = torch.where(ends, -1, self.t + 1)
         self.ahead = torch.where(ends, 0.0, self.ahead)

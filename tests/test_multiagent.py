@@ -444,7 +444,7 @@ def duel(num_envs=6, **kwargs):
             self.asked.append((obs.clone(), who.clone()))
             return (who % 3)[:, None].expand(-1, obs.shape[1])
 
-    return SelfPlayVecEnv(squads.Duel(num_envs, **kwargs), Counting())
+    return SelfPlayVecEnv(squads.Duel(num_envs, junk=7.0, **kwargs), Counting())
 
 
 @pytest.mark.parametrize("size", [1, 2])
